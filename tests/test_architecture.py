@@ -42,6 +42,7 @@ ALLOWED = {
         "google",
         "grpc",
         "jinja2",
+        "msgspec",
         "tritonclient",
         "triton_python_backend_utils",
         "opentelemetry",

@@ -12,9 +12,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.core.cli import Parser, at_least, exit_status
-from runtime.core.errors import UserError
+from runtime.core.cli import Parser, exit_status
+from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt, stdin_text
+
+# What a request's field for a number of tokens holds.
+MAX_TOKENS = 2**31 - 1
+# The flags of the fields that errors name.
+FLAGS = {
+    "max_tokens": "--max-tokens",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
+    "seed": "--seed",
+    "stop_words": "--stop",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--url", default="localhost:8001", help="gRPC address (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=at_least(1), default=256, metavar="N", help="default %(default)s"
+        "--max-tokens", type=token_count, default=256, metavar="N", help="default %(default)s"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="default 1: all tokens")
@@ -33,9 +44,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     args = parser.parse_args(argv)
+    if "" in args.stop:
+        parser.error("--stop: must not be empty")
     if args.raw and args.system is not None:
         parser.error("--system: is for chats, so it does not go with --raw")
     return exit_status("client", lambda: _run(args.url, _options(args)))
+
+
+def token_count(text: str) -> int:
+    """An argument type: a number of tokens."""
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be a whole number between 1 and {MAX_TOKENS}, got {text!r}")
+    return value
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,8 +87,10 @@ def _run(url: str, options: Mapping[str, Any]) -> int:
     try:
         with grpc.InferenceServerClient(url, channel_args=channel_args(url)) as client:
             _print(stream(client, options))
-    except InferenceServerException as error:
-        raise UserError(error.message()) from error
+    except (InferenceServerException, RequestError) as error:
+        text = error.message() if isinstance(error, InferenceServerException) else str(error)
+        found = UserError.of_text(text, FLAGS)
+        raise UserError(found.problem, field=found.field and FLAGS[found.field]) from error
     return 0
 
 

@@ -18,32 +18,29 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
-from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.errors import RequestError
+from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.cli import AUTO, MAX_PORT, Parser, at_least, exit_status, port
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
     DEFAULT_PREFIX_CACHE_MB,
     SHARED_PREFILL_CHUNK,
-    choose_method,
     current_method,
 )
 from triton_repo.openai.server import add_options, read_access, read_tls, read_tool_form
 from triton_repo.triton.config import (
     DEFAULT_MAX_NUM_SEQS,
     NO,
+    PARAMETERS,
     YES,
     check_options,
     choose_gpus,
     gpu_numbers,
     nodes_or_auto,
 )
-from triton_repo.triton.directory import own_directory
-from triton_repo.triton.guard import shared_memory_prefix
+from triton_repo.triton.guard import own_directory
 from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, WORKER, say, write_to_stderr
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
@@ -53,16 +50,14 @@ from triton_repo.triton.server import (
     SERVERS,
     TRITON,
     Installation,
-    check_known,
-    check_own,
     check_ports,
+    check_rest,
     choose_server,
     environment,
     find_server,
     in_address,
     own_url,
-    server_options,
-    write_backend,
+    server_command,
     write_repository,
 )
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
@@ -123,22 +118,16 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def port_or_none(text: str) -> int:
     """An argument type: the number of a port, or 0."""
-    return 0 if text == "0" else port(text)
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a whole number between 0 and {MAX_PORT}, got {text!r}")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; 0 after SIGTERM or SIGINT, 1 if no model can be served, 2 for bad arguments."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     return exit_status("serve", lambda: _run_until_stopped(args, rest))
-
-
-def check_one_process(args: argparse.Namespace, gpus: Sequence[int] | None) -> None:
-    """Raises RequestError for options that need several processes, which our own server does not have."""
-    hint = f"our own server has one process; start several servers, or take --server {TRITON}"
-    if args.num_instances > 1:
-        raise RequestError(f"must be 1, got {args.num_instances}: {hint}", field="--num-instances")
-    if gpus is not None and len(gpus) > 1:
-        raise RequestError(f"must be one GPU, got {','.join(map(str, gpus))}: {hint}", field="--gpus")
 
 
 def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
@@ -153,17 +142,11 @@ def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
 def _run(args: argparse.Namespace, rest: list[str]) -> int:
     manifest = Bundle.load(args.bundle, verify=False).manifest  # the model verifies the files
     gpus = choose_gpus(manifest, args.gpus)
-    drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
-    check_options(manifest, args, rest)
+    drafts = check_options(manifest, args, rest)
     is_closed = read_access(args).api_key is not None or read_tls(args) is not None
     args.grpc_host = args.grpc_host or (LOCAL_HOST if is_closed else args.host)
     choice = choose_server(args.server, find_server)
-    own = [f"--{name.replace('_', '-')}" for name in vars(args)]
-    if choice.installation is None:
-        check_own(rest, own, choice)
-        check_one_process(args, gpus)
-    else:
-        check_known(rest, own, choice.installation)
+    check_rest(args, rest, gpus, choice)
     check_ports(args)
     if args.server == AUTO:
         say(choice.line)
@@ -171,76 +154,40 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
 
     with own_directory() as directory, tracing(args.otlp_traces_endpoint):
         names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
-        (metrics_port,) = free_ports(1)
-        write_models(args, directory / "models", names, gpus)
-        if choice.installation is None:
-            command = worker_command(args, directory, metrics_port)
-        else:
-            command = triton_command(choice.installation, directory)
-            command += server_options(args, rest, metrics_port)
-        variables = environment(choice.installation)
-        server = WORKER if choice.installation is None else TRITONSERVER
-        return asyncio.run(_serve(args, directory, names, command, variables, metrics_port, drafts, server))
+        parameters = model_parameters(args)
+        write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)
+        return asyncio.run(_serve(args, rest, choice.installation, directory, names, drafts))
 
 
-def write_models(
-    args: argparse.Namespace, directory: Path, names: list[str], gpus: Sequence[int] | None
-) -> None:
-    """Write the model repository. gpus: where the models run; None for the CPU"""
-    parameters = {
-        "bundle": str(args.bundle.resolve()),
-        "method": args.method or "",
-        "num_nodes": str(args.num_nodes),
-        "prompt_lookup": {True: YES, False: NO, None: ""}[args.prompt_lookup],
-        "step": args.step or "",
-        "max_num_seqs": str(args.max_num_seqs or 0),
-        "max_length": str(args.max_length or 0),
-        "num_threads": str(args.threads),
-        "max_queue_size": str(args.max_queue_size),
-        "max_queue_tokens": str(args.max_queue_tokens),
-        "prefix_cache_mb": str(args.prefix_cache_mb),
-        "prefill_chunk_size": str(args.prefill_chunk_size),
+def model_parameters(args: argparse.Namespace) -> dict[str, str]:
+    """Those of ``config.pbtxt`` that the options say."""
+    lookup = {True: YES, False: NO, None: None}[args.prompt_lookup]
+    given = {
+        **vars(args),
+        "bundle": args.bundle.resolve(),
+        "num_threads": args.threads,
+        "prompt_lookup": lookup,
     }
-    write_repository(directory, names, parameters, num_instances=args.num_instances, gpus=gpus)
-
-
-def worker_command(args: argparse.Namespace, directory: Path, metrics_port: int) -> list[str]:
-    """The command of our own worker. metrics_port: of its metrics, for this machine alone"""
-    return [
-        *(sys.executable, "-m", "triton_repo.worker", f"--model-repository={directory / 'models'}"),
-        *(f"--grpc-address={args.grpc_host}", f"--grpc-port={args.grpc_port}"),
-        f"--metrics-port={metrics_port}",
-    ]
-
-
-def triton_command(installation: Installation, directory: Path) -> list[str]:
-    """Write the backend; returns tritonserver's command with where its files are."""
-    command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
-    command.append(f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix(directory)}")
-    if installation.backends is not None:
-        write_backend(directory / "backends", installation.backends)
-        command.append(f"--backend-directory={directory / 'backends'}")
-    return command
+    return {name: str(given[name]) for name in PARAMETERS if given[name] is not None}
 
 
 async def _serve(
     args: argparse.Namespace,
+    rest: list[str],
+    installation: Installation | None,
     directory: Path,
     names: list[str],
-    command: list[str],
-    variables: dict[str, str],
-    metrics_port: int,
     drafts: bool,
-    server: str,
 ) -> int:
     """Listen, and keep the server running until SIGTERM or SIGINT; returns the exit status.
 
     A second signal ends the running requests.
 
+    rest: tritonserver's options
+    installation: Triton's; None for our own worker
     drafts: whether the models decode with the draft head, which the page says
-    server: what it is called in the log
     """
-    from triton_repo.kserve import app as kserve
+    from triton_repo import kserve
     from triton_repo.openai import app as openai
     from triton_repo.page.app import DRAFTED, PLAIN
     from triton_repo.triton.grpc_client import connect
@@ -249,6 +196,8 @@ async def _serve(
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening
 
+    (metrics_port,) = free_ports(1)
+    command = server_command(installation, args, rest, directory, metrics_port)
     url, access, tls = own_url(args.grpc_host, args.grpc_port), read_access(args), read_tls(args)
     async with connect(url, is_own=True) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
@@ -263,6 +212,7 @@ async def _serve(
         if args.openai_port:
             apps["--openai-port"] = (args.openai_port, openai.make_app(service, launcher))
         ready = ready_line(args, names)
+        variables, server = environment(installation), TRITONSERVER if installation else WORKER
         supervisor = Supervisor(command, variables, directory, names, client, launcher.health, ready, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)

@@ -89,7 +89,7 @@ WRONG = {
     f"{SERVE} --max-num-seqs 0": "--max-num-seqs: must be a whole number of at least 1, got '0'",
     f"{SERVE} --http-port web": "--http-port: must be a whole number between 1 and 65535, got 'web'",
     "client": "the following arguments are required: PROMPT",
-    "client x --max-tokens lots": "--max-tokens: must be a whole number of at least 1, got 'lots'",
+    "client x --max-tokens lots": "--max-tokens: must be a whole number between 1 and 2147483647, got 'lots'",
     "client x --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
     "page --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
     "openai --port web": "--port: must be a whole number between 1 and 65535, got 'web'",

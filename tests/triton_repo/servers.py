@@ -19,8 +19,8 @@ from tritonclient import grpc
 
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from triton_repo.triton.directory import PREFIX
 from triton_repo.triton.grpc_client import stream
+from triton_repo.triton.guard import PREFIX
 from triton_repo.triton.process import ServerProcess, free_ports
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 

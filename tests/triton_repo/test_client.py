@@ -104,7 +104,28 @@ def test_the_command(
     assert capsys.readouterr().err == "client: --prompt: stdin is not UTF-8 (byte 0)\n"
     assert client.main(["", "--url", server.url]) == 2
     assert "client: text_input: must not be empty" in capsys.readouterr().err
+    for flag, value, problem in (
+        ("--max-tokens", "100000", "must be at most"),
+        ("--temperature", "-1", "must be a number from 0 on, got -1"),
+        ("--seed", "-1", "must be between 0 and 18446744073709551615, got -1"),
+    ):
+        assert client.main(["x", "--url", server.url, f"{flag}={value}"]) == 2
+        assert f"client: {flag}: {problem}" in capsys.readouterr().err
     (port,) = free_ports(1)
     assert client.main(["x", "--url", f"localhost:{port}"]) == 2
     expected = f"client: --url: no server at localhost:{port} serves ctc_llm: "
     assert capsys.readouterr().err.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--max-tokens=0", "--max-tokens: must be a whole number between 1 and 2147483647, got '0'"),
+        ("--max-tokens=2147483648", "--max-tokens: must be a whole number between 1 and 2147483647, got '21"),
+        ("--stop=", "--stop: must not be empty"),
+    ],
+)
+def test_bad_options(option: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        client.main(["x", option])
+    assert f"client: {problem}" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.core.errors import UserError
 from tests.triton_repo.servers import damaged_bundle
 from triton_repo import serve
 from triton_repo.triton.health import failed_models
@@ -166,6 +167,30 @@ def test_where_grpc_listens(
     assert "secret" not in given.read_text()
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the bundle is looked for."""
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--bundle", "absent", "--model-name", name])
+    assert f"serve: --model-name: must not be empty, got {name!r}" in capsys.readouterr().err
+
+
+def test_a_number_of_nodes_without_graphs_is_replaced_aloud(
+    tiny_step_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the words of ``ctc generate``."""
+
+    def find() -> Installation:
+        raise UserError("there is none")
+
+    monkeypatch.setattr(serve, "find_server", find)
+    line = "serve: --num-nodes: steps have 8 nodes in place of 5; the bundle has graphs for 4, 8"
+    for nodes, lines in (("5", [line]), ("4", []), ("auto", [])):
+        command = ["--bundle", str(tiny_step_bundle), "--step=graph", "--num-nodes", nodes]
+        assert serve.main(command) == 2
+        assert capsys.readouterr().err.splitlines() == [*lines, "serve: there is none"]
+
+
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
 def test_printed_addresses(host: str, shown: str) -> None:
     args, _ = serve.parse_args(["--bundle", "x", "--host", host, "--grpc-host", host])
@@ -262,4 +287,12 @@ def test_a_bad_port(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--bundle", "absent", f"--grpc-port={value}"])
     message = f"serve: --grpc-port: must be a whole number between 1 and 65535, got '{value}'"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["65536", "-1", ""])
+def test_a_bad_port_that_may_be_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--bundle", "absent", f"--openai-port={value}"])
+    message = f"serve: --openai-port: must be a whole number between 0 and 65535, got '{value}'"
     assert message in capsys.readouterr().err

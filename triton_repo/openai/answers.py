@@ -1,10 +1,12 @@
 """Responses of a Triton model to answers of OpenAI's interface: whole, or as events."""
 
+import itertools
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_repo.openai.bodies import OpenAIRequest
 from triton_repo.openai.tool_calls import Part, ToolParser
@@ -29,26 +31,39 @@ CHAT = Form("chatcmpl-", "chat.completion", "chat.completion.chunk")
 COMPLETION = Form("cmpl-", "text_completion", "text_completion")
 
 
+# Counts of tokens that a Triton response has. Drafted ones were verified, and accepted ones became output.
+COUNTS = (
+    *("num_input_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_drafted_tokens", "num_accepted_tokens"),
+)
+
+
+class Score(NamedTuple):
+    """A token's text, its log-probability, and the most probable tokens in its place with theirs.
+
+    The first token of a prompt has no log-probability.
+    """
+
+    token: str
+    log_prob: float | None
+    top: list[tuple[str, float]]
+
+
 @dataclass
 class Choice:
-    """One text so far."""
+    """One text so far.
+
+    parts: what is new of the text and of calls of tools
+    calls: all calls together, as the client gets them
+    scores: of the tokens, if the request asked for them
+    """
 
     text: str = ""
     finish_reason: str | None = None
-    num_input_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    # Draft tokens that were verified, and those that became output.
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
-    # What is new of the text and of calls of tools; and all calls together, as the client gets them.
+    counts: Counter[str] = field(default_factory=Counter)
     parts: list[Part] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    # If the request asked for them: the tokens' texts, their log-probabilities, which the first token of a
-    # prompt lacks, and the most probable tokens in the place of each with theirs.
-    tokens: list[str] = field(default_factory=list)
-    log_probs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[str, float]]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
 
 @dataclass
@@ -76,33 +91,24 @@ class Answer:
         new = Choice(
             text=tensors["text_output"][0].decode(),
             finish_reason=tensors["finish_reason"][0].decode() or None,
-            num_input_tokens=int(tensors["num_input_tokens"][0]),
-            num_cached_tokens=int(tensors["num_cached_tokens"][0]),
-            num_output_tokens=int(tensors["num_output_tokens"][0]),
-            num_drafted_tokens=int(tensors["num_drafted_tokens"][0]),
-            num_accepted_tokens=int(tensors["num_accepted_tokens"][0]),
+            counts=Counter({name: int(tensors[name][0]) for name in COUNTS}),
         )
         if self.request.num_top:
-            _add_scores(new, tensors["token_scores"])
+            new.scores = _read_scores(tensors["token_scores"])
         elif self.request.log_probs:
-            new.tokens = [token.decode() for token in tensors["output_tokens"]]
-            new.log_probs = [max(float(value), LEAST_LOG_PROB) for value in tensors["output_log_probs"]]
-            new.top = [[] for _ in new.tokens]
+            pairs = zip(tensors["output_tokens"], tensors["output_log_probs"], strict=True)
+            new.scores = [
+                Score(token.decode(), max(float(value), LEAST_LOG_PROB), []) for token, value in pairs
+            ]
         if self.request.echo:
-            self._put_prompt_before(new, tensors["prompt_scores"])
-        choice = self.choices[index]
+            prompt = _read_scores(tensors["prompt_scores"])
+            new.text = "".join(score.token for score in prompt) + new.text
+            new.scores = prompt + new.scores if self.request.log_probs else []
         self._read_calls(index, new)
+        choice = self.choices[index]
         choice.text += new.text
-        choice.finish_reason = new.finish_reason
-        choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
-        choice.num_cached_tokens = new.num_cached_tokens
-        choice.num_drafted_tokens, choice.num_accepted_tokens = (
-            new.num_drafted_tokens,
-            new.num_accepted_tokens,
-        )
-        choice.tokens += new.tokens
-        choice.log_probs += new.log_probs
-        choice.top += new.top
+        choice.finish_reason, choice.counts = new.finish_reason, new.counts
+        choice.scores += new.scores
         return new
 
     def _read_calls(self, index: int, new: Choice) -> None:
@@ -123,15 +129,6 @@ class Answer:
                 calls.append({"id": part.identifier, "type": "function", "function": function})
             elif part.index is not None:
                 calls[part.index]["function"]["arguments"] += part.text
-
-    def _put_prompt_before(self, new: Choice, scores: Any) -> None:
-        prompt = Choice()
-        _add_scores(prompt, scores)
-        new.text = "".join(prompt.tokens) + new.text
-        if self.request.log_probs:
-            new.tokens = prompt.tokens + new.tokens
-            new.log_probs = prompt.log_probs + new.log_probs
-            new.top = prompt.top + new.top
 
     def whole(self) -> dict[str, Any]:
         """The answer in one object."""
@@ -156,7 +153,7 @@ class Answer:
         offset = len(self.choices[index].text)
         new = self.add(index, tensors)
         calls = [_call_delta(part) for part in new.parts if part.index is not None]
-        if new.text or new.tokens or new.finish_reason or calls:
+        if new.text or new.scores or new.finish_reason or calls:
             delta: dict[str, Any] = {"content": new.text} if new.text else {}
             delta |= {"tool_calls": calls} if calls else {}
             text = {"delta": delta} if self.form == CHAT else {"text": new.text}
@@ -177,55 +174,39 @@ class Answer:
 
     def _choice(self, index: int, text: dict[str, Any], part: Choice, offset: int) -> dict[str, Any]:
         """text: the part's text in the interface's form; offset: characters of the choice before the part"""
-        log_probs = self._log_probs(part, offset) if part.tokens else None
+        log_probs = self._log_probs(part, offset) if part.scores else None
         return {"index": index, **text, "logprobs": log_probs, "finish_reason": part.finish_reason}
 
     def _log_probs(self, part: Choice, offset: int) -> dict[str, Any]:
         if self.form == CHAT:
-            content = [
-                {**scored(token, value), "top_logprobs": [scored(*each) for each in top]}
-                for token, value, top in zip(part.tokens, part.log_probs, part.top, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = []
-        for token in part.tokens:
-            offsets.append(offset)
-            offset += len(token)
+            return {"content": scores_of(part), "refusal": None}
+        tokens = [score.token for score in part.scores]
+        offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset)
         return {
-            "tokens": part.tokens,
-            "token_logprobs": part.log_probs,
-            "top_logprobs": self._top(part) if self.request.num_top else None,
-            "text_offset": offsets,
+            "tokens": tokens,
+            "token_logprobs": [score.log_prob for score in part.scores],
+            "top_logprobs": [_top(score) for score in part.scores] if self.request.num_top else None,
+            "text_offset": list(offsets),
         }
-
-    @staticmethod
-    def _top(part: Choice) -> list[dict[str, float] | None]:
-        """For every token itself and the most probable ones, by their texts; None for a prompt's first."""
-        found: list[dict[str, float] | None] = []
-        for token, value, top in zip(part.tokens, part.log_probs, part.top, strict=True):
-            if value is None:
-                found.append(None)
-            else:
-                # Of different tokens with one text, the most probable stands.
-                found.append({token: value, **dict(reversed(top))})
-        return found
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, whatever the number of its choices. Rejected drafts are no tokens of it."""
+
+        def total(name: str, choices: list[Choice]) -> int:
+            return sum(choice.counts[name] for choice in choices)
+
         first_choices = self.choices[:: self.request.num_choices]
-        prompt = sum(choice.num_input_tokens for choice in first_choices)
-        cached = sum(choice.num_cached_tokens for choice in first_choices)
-        completion = sum(choice.num_output_tokens for choice in self.choices)
-        drafted = sum(choice.num_drafted_tokens for choice in self.choices)
-        accepted = sum(choice.num_accepted_tokens for choice in self.choices)
+        prompt = total("num_input_tokens", first_choices)
+        completion = total("num_output_tokens", self.choices)
+        accepted = total("num_accepted_tokens", self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": total("num_cached_tokens", first_choices)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "rejected_prediction_tokens": total("num_drafted_tokens", self.choices) - accepted,
             },
         }
 
@@ -247,13 +228,26 @@ def _call_delta(part: Part) -> dict[str, Any]:
     return {"index": part.index, "id": part.identifier, "type": "function", "function": function}
 
 
-def _add_scores(choice: Choice, scores: Any) -> None:
-    """Add the tokens of the tensor ``token_scores`` or ``prompt_scores``."""
-    for text, log_prob, top in json.loads(scores[0]):
-        choice.tokens.append(text)
-        choice.log_probs.append(log_prob)
-        choice.top.append([(token, value) for token, value in top])
+def _read_scores(tensor: Any) -> list[Score]:
+    """The tokens of ``token_scores`` or ``prompt_scores``."""
+    return [Score(token, value, [tuple(each) for each in top]) for token, value, top in json.loads(tensor[0])]
 
 
-def scored(token: str, log_prob: float | None) -> dict[str, Any]:
-    return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+def _top(score: Score) -> dict[str, float] | None:
+    """The token itself and the most probable ones, by their texts; None for a prompt's first."""
+    if score.log_prob is None:
+        return None
+    # Of different tokens with one text, the most probable stands.
+    return {score.token: score.log_prob, **dict(reversed(score.top))}
+
+
+def scores_of(part: Choice) -> list[dict[str, Any]]:
+    """The tokens of a chat, each with the most probable ones in its place."""
+
+    def scored(token: str, log_prob: float | None) -> dict[str, Any]:
+        return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+
+    return [
+        {**scored(score.token, score.log_prob), "top_logprobs": [scored(*each) for each in score.top]}
+        for score in part.scores
+    ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -15,36 +15,16 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from triton_repo.openai.answers import CHAT, COMPLETION, Answer
 from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
-from triton_repo.openai.response_answers import RESPONSE, ResponseAnswer
-from triton_repo.openai.response_bodies import read_response, response_field
+from triton_repo.openai.responses import RESPONSE, ResponseAnswer, read_response, response_field
 from triton_repo.openai.tool_calls import ToolForm
 from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
-from triton_repo.triton.grpc_client import connect, stream_over
-from triton_repo.triton.health import Health
-from triton_repo.triton.tensors import CANCELLED
-from triton_repo.web.access import (
-    NO_LIMITS,
-    Access,
-    Handler,
-    begin_events,
-    middlewares,
-    retry_after,
-    send_event,
-)
-from triton_repo.web.backend import (
-    CLIENT,
-    HEALTH,
-    Launcher,
-    NotReadyError,
-    check_ready,
-    check_serving,
-    count_requests,
-    failure_of,
-    metrics,
-)
-from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
-from triton_repo.web.request_log import RECORD, log_requests
+from triton_repo.triton.grpc_client import stream_over
+from triton_repo.web import backend
+from triton_repo.web.access import NO_LIMITS, Access, retry_after, send_event
+from triton_repo.web.backend import CLIENT, Launcher, check_ready, check_serving, events, failure_of, metrics
+from triton_repo.web.json_body import read_json, shown
+from triton_repo.web.request_log import RECORD
 
 CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 METRICS_PATH = "/metrics"
@@ -55,6 +35,8 @@ REFUSAL_SECONDS = 0.2
 
 class UnknownModelError(RequestError):
     """A request asks for a model that is not served here."""
+
+    status = 404
 
 
 @dataclass(frozen=True)
@@ -79,21 +61,10 @@ SERVICE = web.AppKey("service", Service)
 
 def make_app(service: Service, launcher: Launcher | None = None) -> web.Application:
     """The application. launcher: that of Triton, if it runs in this process"""
-    app = web.Application(
-        client_max_size=MAX_BODY_BYTES,
-        middlewares=[
-            *middlewares(service.access, _error_response, (*HEALTH_PATHS, METRICS_PATH, *OPEN_PATHS)),
-            count_requests,
-            _errors,
-        ],
-    )
+    open_paths = (*HEALTH_PATHS, METRICS_PATH, *OPEN_PATHS)
+    app = backend.make_app(service.access, _error_response, open_paths, launcher or service.url)
     app[SERVICE] = service
-    log_requests(app)
-    if launcher is None:
-        app[HEALTH] = Health(problem=None)
-        app.cleanup_ctx.append(_connect)
-    else:
-        launcher.attach(app)
+    if launcher is not None:
         app.router.add_get(METRICS_PATH, metrics)
         add_page(app, launcher.columns, needs_key=service.access.api_key is not None)
     app.add_routes(
@@ -107,12 +78,6 @@ def make_app(service: Service, launcher: Launcher | None = None) -> web.Applicat
         ]
     )
     return app
-
-
-async def _connect(app: web.Application) -> AsyncIterator[None]:
-    async with connect(app[SERVICE].url) as client:
-        app[CLIENT] = client
-        yield
 
 
 async def _health(request: web.Request) -> web.StreamResponse:
@@ -143,16 +108,16 @@ def _check_name(request: web.Request, name: Any) -> None:
 
 async def _chat(request: web.Request) -> web.StreamResponse:
     body = await _body(request)
-    return await _respond(request, partial(Answer, CHAT), read_chat(body, request.app[SERVICE].tool_form))
+    return await _answer(request, partial(Answer, CHAT), read_chat(body, request.app[SERVICE].tool_form))
 
 
 async def _response(request: web.Request) -> web.StreamResponse:
-    asked = read_response(await _body(request), request.app[SERVICE].tool_form)
-    return await _respond(request, partial(ResponseAnswer, RESPONSE, repeated=asked.repeated), asked.chat)
+    asked, repeated = read_response(await _body(request), request.app[SERVICE].tool_form)
+    return await _answer(request, partial(ResponseAnswer, RESPONSE, repeated=repeated), asked)
 
 
 async def _completion(request: web.Request) -> web.StreamResponse:
-    return await _respond(request, partial(Answer, COMPLETION), read_completion(await _body(request)))
+    return await _answer(request, partial(Answer, COMPLETION), read_completion(await _body(request)))
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -164,39 +129,32 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _respond(
-    request: web.Request, make_answer: Callable[..., Answer], openai_request: OpenAIRequest
+async def _answer(
+    request: web.Request, make_answer: Callable[..., Answer], asked: OpenAIRequest
 ) -> web.StreamResponse:
-    """Answer a request. Errors before the first event have an HTTP status.
+    """Answer at once or with server-sent events. Errors before the first of them have an HTTP status.
 
     make_answer: of the time, the model's name and the request
     """
-    try:
-        return await _answer(request, make_answer, openai_request)
-    except InferenceServerException as error:
-        return _error_response(*await _failure(error, request, openai_request))
-
-
-async def _answer(
-    request: web.Request, make_answer: Callable[..., Answer], openai_request: OpenAIRequest
-) -> web.StreamResponse:
-    """Answer at once or with server-sent events."""
     service = request.app[SERVICE]
     check_serving(request, service.model)
-    answer = make_answer(created=int(time.time()), model=service.name, request=openai_request)
+    answer = make_answer(created=int(time.time()), model=service.name, request=asked)
     record = request[RECORD]
     record.identifier = answer.identifier
-    async with aclosing(_outputs(request.app[CLIENT], service.model, openai_request.inputs)) as outputs:
-        if not openai_request.stream:
-            async for index, tensors in outputs:
-                record.add(tensors, index)
-                answer.add(index, tensors)
-            return web.json_response(answer.whole())
-        first = await anext(outputs)
-        record.add(first[1], first[0])
-        response = await begin_events(request)
-        try:
-            try:
+    try:
+        async with aclosing(_outputs(request.app[CLIENT], service.model, asked.inputs)) as outputs:
+            if not asked.stream:
+                async for index, tensors in outputs:
+                    record.add(tensors, index)
+                    answer.add(index, tensors)
+                return web.json_response(answer.whole())
+            first = await anext(outputs)
+            record.add(first[1], first[0])
+
+            def form(status: int, error: UserError) -> dict[str, Any]:
+                return answer.error(_error(status, _renamed(error, request, asked)))
+
+            async with events(request, form) as response:
                 for event in (*answer.begin(), *answer.events(*first)):
                     await send_event(response, event)
                 async for index, tensors in outputs:
@@ -207,14 +165,10 @@ async def _answer(
                     await send_event(response, event)
                 if answer.form.has_end_mark:
                     await response.write(b"data: [DONE]\n\n")
-            except InferenceServerException as error:
-                status, found = await _failure(error, request, openai_request)
-                record.fail(status)
-                await send_event(response, answer.error(_error(status, found)))
-            await response.write_eof()
-        except ConnectionResetError:
-            record.reason = CANCELLED
-        return response
+            return response
+    except InferenceServerException as error:
+        status, found = await failure_of(error, request)
+        return _error_response(status, _renamed(found, request, asked))
 
 
 async def _outputs(
@@ -259,35 +213,14 @@ async def _outputs(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in OpenAI's form."""
-    try:
-        return await handler(request)
-    except NotReadyError as error:
-        return _error_response(503, error)
-    except RequestError as error:
-        return _error_response(404 if isinstance(error, UnknownModelError) else 400, error)
-    except MediaTypeError as error:
-        return _error_response(415, error)
-    except web.HTTPException as error:
-        message = error.text or error.reason
-        if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
-            message = f"{request.method} {request.path}: {message}"
-        return _error_response(error.status, UserError(message))
-
-
 def _error_response(status: int, error: UserError) -> web.Response:
     return web.json_response(_error(status, error), status=status, headers=retry_after(status))
 
 
-async def _failure(
-    error: InferenceServerException, request: web.Request, asked: OpenAIRequest
-) -> tuple[int, UserError]:
-    """The HTTP status and the message of a Triton error, with OpenAI's name of the field."""
-    status, found = await failure_of(error, request)
+def _renamed(found: UserError, request: web.Request, asked: OpenAIRequest) -> UserError:
+    """An error of Triton's model with OpenAI's name of the field."""
     if found.field is None:
-        return status, found
+        return found
     prompt = "prompt" if request.path == COMPLETION_PATH else "messages"
     names = dict.fromkeys(("text_input", "input_ids", "messages"), prompt)
     names |= {"stop_words": "stop", "template_options": "chat_template_kwargs"}
@@ -298,7 +231,7 @@ async def _failure(
     name: str | None = names.get(found.field, found.field)
     if request.path == RESPONSES_PATH:
         name = response_field(name)
-    return status, UserError(found.problem, field=name)
+    return UserError(found.problem, field=name)
 
 
 def _error(status: int, error: UserError) -> dict[str, Any]:

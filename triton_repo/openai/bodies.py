@@ -1,9 +1,11 @@
 """Requests of OpenAI's interface to inputs of a Triton model. Fields that are not served are refused."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from runtime.core import prompts
 from runtime.core.errors import RequestError
@@ -20,7 +22,7 @@ from triton_repo.openai.tools import (
     read_guide,
     read_tools,
 )
-from triton_repo.web.json_body import SHOWN, shown
+from triton_repo.web.json_body import BOOL, SHOWN, Kind, shown
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
@@ -43,11 +45,49 @@ ROLES = {
 # The fields of messages, by their role.
 SHARED = ("role", "content", "name")
 OF_MESSAGES = {prompts.ASSISTANT: (*SHARED, "tool_calls"), prompts.TOOL: (*SHARED, "tool_call_id")}
-CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
+
+
+class TextPart(Struct, tag="text"):
+    """A part of a message. ``type`` is its tag."""
+
+    text: str
+
+
+MESSAGES = Kind(Annotated[list, Meta(min_length=1)], "a list with at least one message")
+ROLE = Kind(Literal[tuple(ROLES)], f"one of {', '.join(ROLES)}")
+CONTENT = Kind(
+    str | Annotated[list[TextPart], Meta(min_length=1)],
+    'text, or a list of parts such as {"type": "text", "text": "Hi"}',
+)
+TOOL_CALL_ID = Kind(str, "the id of a call")
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
 # OpenAI's limit.
 MAX_TOP_LOG_PROBS = 20
+TOP = Kind(
+    Annotated[int, Meta(ge=0, le=MAX_TOP_LOG_PROBS)], f"a whole number between 0 and {MAX_TOP_LOG_PROBS}"
+)
+INT32 = Kind(Annotated[int, Meta(ge=-(2**31), lt=2**31)], "a whole number of 32 bits")
+NUMBER = Kind(Annotated[float, Meta(ge=-3e38, le=3e38)], "a number")
+IDS = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
+PROMPT = Kind(str | IDS, "a string, a list of token ids, or a list of either")
+PROMPTS = Kind(Annotated[list[str | IDS], Meta(min_length=1)], PROMPT.words)
+SEED = Kind(int, "a whole number between -2^63 and 2^64 - 1")
+COUNT = Kind(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
+WORD = Annotated[str, Meta(min_length=1)]
+STOP = Kind(WORD | list[WORD], "a string or a list of strings, none of them empty")
+# The models take only values above 0.
+LEAST_TOP_P = 1e-9
+# The fields that are inputs of a Triton model under the same name. The model checks their values.
+SAMPLING = {
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "min_p": NUMBER,
+    "top_k": INT32,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +127,7 @@ def read_chat(body: Mapping[str, Any], tool_form: ToolForm | None = None) -> Ope
     """
     fields = _Fields(body)
     conversation = _messages(fields.take("messages"))
-    options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
+    options = fields.take("chat_template_kwargs", Kind(dict, "a JSON object")) or {}
     log_probs = fields.take("logprobs", BOOL) or False
     num_top = fields.take("top_logprobs", TOP) or 0
     if num_top and not log_probs:
@@ -126,24 +166,14 @@ def _prompts(value: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     options: those of a text
     """
-    prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
-    found: list[dict[str, Any]] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            found.append({"text_input": encode_utf8("prompt", prompt), "raw": True, **options})
-        elif _is_ids(prompt):
-            found.append({"input_ids": prompt})
-        else:
-            break
-    if not prompts or len(found) < len(prompts):
-        raise _wrong("prompt", "a string, a list of token ids, or a list of either", value)
-    return found
-
-
-def _is_ids(value: Any) -> bool:
-    """Whether this is a list of token ids, which is not empty."""
-    are_ids = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
-    return are_ids and bool(value)
+    is_one = isinstance(value, str) or (isinstance(value, list) and any(type(each) is int for each in value))
+    prompts = (PROMPT if is_one else PROMPTS).read("prompt", value)
+    return [
+        {"text_input": encode_utf8("prompt", prompt), "raw": True, **options}
+        if isinstance(prompt, str)
+        else {"input_ids": prompt}
+        for prompt in ([prompts] if is_one else prompts)
+    ]
 
 
 def _request(
@@ -171,15 +201,15 @@ def _request(
         inputs["top_k"] = 0
     if inputs.get("top_p") == 0:  # the most probable token alone
         inputs["top_p"] = LEAST_TOP_P
-    bias = fields.take("logit_bias", _kind("a JSON object of token ids and numbers", dict))
+    bias = fields.take("logit_bias", Kind(dict, "a JSON object of token ids and numbers"))
     inputs |= {"logit_bias": json.dumps(bias)} if bias else {}
-    stop = fields.take("stop")
-    stop = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not (isinstance(stop, list) and all(isinstance(word, str) and word for word in stop)):
-        raise _wrong("stop", "a string or a list of strings, none of them empty", stop)
-    inputs |= {"stop_words": [encode_utf8("stop", word) for word in stop]} if stop else {}
-    seed = fields.take("seed", _kind("a whole number between -2^63 and 2^64 - 1", int, -(2**63), 2**64 - 1))
-    choices = fields.take("n", _kind("a whole number of at least 1", int, 1))
+    stop = fields.take("stop", STOP) or []
+    words = [encode_utf8("stop", word) for word in ([stop] if isinstance(stop, str) else stop)]
+    inputs |= {"stop_words": words} if words else {}
+    seed = fields.take("seed", SEED)
+    if seed is not None and not -(2**63) <= seed < 2**64:  # beyond what msgspec compares
+        raise _wrong("seed", SEED.words, seed)
+    choices = fields.take("n", COUNT)
     choices = 1 if choices is None else choices
     if choices * len(prompts) > MAX_CHOICES:
         raise RequestError(
@@ -212,9 +242,9 @@ class _Fields:
         self._left = {name: value for name, value in body.items() if value is not None}
         self._left.pop("model", None)
 
-    def take(self, name: str, check: Callable[[str, Any], Any] | None = None) -> Any:
+    def take(self, name: str, kind: Kind | None = None) -> Any:
         value = self._left.pop(name, None)
-        return value if check is None or value is None else check(name, value)
+        return value if kind is None or value is None else kind.read(name, value)
 
     def refuse_rest(self) -> None:
         for name, value in self._left.items():
@@ -224,39 +254,6 @@ class _Fields:
                 allowed = " or ".join(json.dumps(only) for only in ONLY[name])
                 raise _wrong(name, f"{allowed}, because nothing else is supported", value)
             raise RequestError(f"is not supported by this server, got {shown(value)}", field=name[:SHOWN])
-
-
-def _kind(
-    expected: str, kind: type, least: float | None = None, most: float | None = None
-) -> Callable[[str, Any], Any]:
-    """A check of a field's type and range."""
-    kinds = (int, float) if kind is float else (kind,)
-
-    def check(name: str, value: Any) -> Any:
-        wrong = not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool)
-        if wrong or (least is not None and value < least) or (most is not None and value > most):
-            raise _wrong(name, expected, value)
-        return value
-
-    return check
-
-
-BOOL = _kind("true or false", bool)
-TOP = _kind(f"a whole number between 0 and {MAX_TOP_LOG_PROBS}", int, 0, MAX_TOP_LOG_PROBS)
-INT32 = _kind("a whole number of 32 bits", int, -(2**31), 2**31 - 1)
-NUMBER = _kind("a number", float, -3e38, 3e38)
-# The models take only values above 0.
-LEAST_TOP_P = 1e-9
-# The fields that are inputs of a Triton model under the same name. The model checks their values.
-SAMPLING = {
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "min_p": NUMBER,
-    "top_k": INT32,
-    "presence_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "repetition_penalty": NUMBER,
-}
 
 
 def _stream_options(value: Any, stream: bool) -> bool:
@@ -270,44 +267,33 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
         raise _wrong("stream_options", expected, value)
     given = value.get("include_usage")
-    return given is not None and bool(BOOL("stream_options.include_usage", given))
+    return given is not None and bool(BOOL.read("stream_options.include_usage", given))
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Messages with a role that chat templates know, and text. Parts of a text are joined by line ends."""
-    if not isinstance(value, list) or not value:
-        raise _wrong("messages", "a list with at least one message", value)
     found = []
-    for index, message in enumerate(value):
+    for index, message in enumerate(MESSAGES.read("messages", value)):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise _wrong(where, "an object with role and content", message)
-        try:
-            role = prompts.read_role(message, roles=ROLES)
-        except prompts.MessageError as error:
-            raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", message.get("role")) from error
+        role = ROLES[ROLE.read(f"{where}.role", message.get("role"))]
         for name, given in message.items():
             if name not in OF_MESSAGES.get(role, SHARED) and given not in (None, [], ""):
                 raise RequestError(
                     f"is not supported by this server, got {shown(given)}", field=f"{where}.{name[:SHOWN]}"
                 )
-        is_empty = message.get("content", "" if message.get("tool_calls") is None else None) is None
-        if role == prompts.ASSISTANT and is_empty:
-            message = {**message, "content": ""}
-        try:
-            content = prompts.read_content(message, separator="\n")
-        except prompts.MessageError as error:
-            raise _wrong(f"{where}.content", CONTENT, message.get("content")) from error
-        if message["content"] == []:
-            raise _wrong(f"{where}.content", CONTENT, [])
+        content = message.get("content")
+        if role == prompts.ASSISTANT and content is None:
+            content = "" if "content" in message or message.get("tool_calls") is not None else None
+        content = CONTENT.read(f"{where}.content", content)
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
         read = {"role": role, "content": content, "name": message.get("name")}
         if message.get("tool_calls"):
             read["tool_calls"] = read_calls(f"{where}.tool_calls", message["tool_calls"])
         if role == prompts.TOOL:
-            identifier = message.get("tool_call_id")
-            if not isinstance(identifier, str):
-                raise _wrong(f"{where}.tool_call_id", "the id of a call", identifier)
-            read["tool_call_id"] = identifier
+            read["tool_call_id"] = TOOL_CALL_ID.read(f"{where}.tool_call_id", message.get("tool_call_id"))
         found.append(read)
     return found
 

@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_options(parser: Parser) -> None:
     """The options of whoever serves this interface."""
-    parser.add_argument("--model-name", metavar="NAME", help="what clients call it (default: as Triton does)")
+    text = "what clients call it (default: as Triton does)"
+    parser.add_argument("--model-name", type=model_name, metavar="NAME", help=text)
     text = "how the model writes calls of tools (default: as its chat template shows)"
     parser.add_argument("--tool-parser", choices=tuple(FORMS), help=text)
     text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
@@ -60,6 +61,13 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--allow-origin", type=page_origin, metavar="ORIGIN", action="append", default=[], help=text
     )
+
+
+def model_name(text: str) -> str:
+    """An argument type: a name that is not empty. Raises ArgumentTypeError."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
+    return text
 
 
 def page_origin(text: str) -> str:
@@ -114,14 +122,15 @@ def _run(args: argparse.Namespace) -> int:
     from triton_repo.triton.grpc_client import model_config
     from triton_repo.triton.server import in_address
     from triton_repo.web.request_log import tracing
-    from triton_repo.web.server import listen, scheme
+    from triton_repo.web.server import listen
 
     write_to_stderr(args.log_format)
     config = model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
     bundle = config.parameters["bundle"].string_value
     name = args.model_name or args.model
     tls = read_tls(args)
-    ready = f"serving {name} on {scheme(tls)}://{in_address(args.host)}:{args.port}/v1"
+    scheme = "http" if tls is None else "https"
+    ready = f"serving {name} on {scheme}://{in_address(args.host)}:{args.port}/v1"
     tool_form = read_tool_form(args.tool_parser, Path(bundle) if bundle else None)
     service = Service(args.url, args.model, name, read_access(args), tool_form)
     with tracing(args.otlp_traces_endpoint):

@@ -5,21 +5,27 @@ template is told and what the model may write.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from runtime.core.errors import RequestError
 from runtime.core.options import CHOICE, EBNF, JSON, JSON_FORM, JSON_SCHEMA, REGEX
 from runtime.core.prompts import encode_utf8
 from triton_repo.openai.tool_calls import HERMES, LLAMA3, ToolForm
-from triton_repo.web.json_body import SHOWN, shown
+from triton_repo.web.json_body import BOOL, SHOWN, TEXT, Kind, shown
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 FORMATS = ("text", "json_object", "json_schema")
 # The fields of ``structured_outputs``, with the type of guide that each is for the Triton model.
 GUIDES = {"json": JSON_SCHEMA, "json_object": JSON, "regex": REGEX, "choice": CHOICE, "grammar": EBNF}
+CONTENTS = {
+    "json": Kind(str | dict, "a JSON schema, as an object or as text"),
+    "choice": Kind(list, "a list of texts"),
+}
+OPTIONAL_TEXT, OPTIONAL_BOOL = Kind(str | None, TEXT.words), Kind(bool | None, BOOL.words)
 
 
 @dataclass(frozen=True)
@@ -47,30 +53,26 @@ def read_guide(response_format: Any, structured: Any) -> Guide | None:
 
 
 def _of_format(value: Any) -> Guide | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in FORMATS:
+    form = value.get("type") if isinstance(value, dict) else None
+    if form not in FORMATS:
         expected = f"an object whose type is one of {', '.join(FORMATS)}"
         raise RequestError(f"must be {expected}, got {shown(value)}", field=RESPONSE_FORMAT)
-    others = value.keys() - {"type", *(["json_schema"] if kind == "json_schema" else [])}
+    others = value.keys() - {"type", *(["json_schema"] if form == "json_schema" else [])}
     if others:
         raise RequestError(
             f"is not known, got {shown(value)}", field=f"{RESPONSE_FORMAT}.{min(others)[:SHOWN]}"
         )
-    if kind == "text":
+    if form == "text":
         return None
-    if kind == "json_object":
+    if form == "json_object":
         return Guide(JSON, "", RESPONSE_FORMAT)
     where, given = f"{RESPONSE_FORMAT}.json_schema", value.get("json_schema")
     if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
         expected = 'an object such as {"name": "answer", "schema": {"type": "object"}}'
         raise RequestError(f"must be {expected}, got {shown(given)}", field=where)
-    for name, expected, is_right in (
-        ("name", "text", isinstance(given.get("name", ""), str)),
-        ("description", "text", isinstance(given.get("description") or "", str)),
-        ("strict", "true or false", isinstance(given.get("strict") or False, bool)),
-    ):
-        if not is_right:
-            raise RequestError(f"must be {expected}, got {shown(given[name])}", field=f"{where}.{name}")
+    for name, kind in (("name", TEXT), ("description", OPTIONAL_TEXT), ("strict", OPTIONAL_BOOL)):
+        if name in given:
+            kind.read(f"{where}.{name}", given[name])
     # The schema is followed whether the client calls it strict or not.
     return Guide(JSON_SCHEMA, json.dumps(given["schema"], ensure_ascii=False), RESPONSE_FORMAT)
 
@@ -86,20 +88,17 @@ def _of_structured(value: Any) -> Guide:
         if content is not True:
             raise RequestError(f"must be true, got {shown(content)}", field=where)
         return Guide(GUIDES[name], "", STRUCTURED_OUTPUTS)
-    kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
-        "json": ((str, dict), "a JSON schema, as an object or as text"),
-        "choice": (list, "a list of texts"),
-    }
-    kind, expected = kinds.get(name, (str, "text"))
-    if not isinstance(content, kind):
-        raise RequestError(f"must be {expected}, got {shown(content)}", field=where)
+    CONTENTS.get(name, TEXT).read(where, content)
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return Guide(GUIDES[name], text, STRUCTURED_OUTPUTS)
 
 
 # OpenAI's limits.
 MAX_TOOLS = 128
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = Kind(
+    Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")],
+    "1 to 64 letters, digits, dashes and underscores",
+)
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 TOOLS, TOOL_CHOICE = "tools", "tool_choice"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -198,18 +197,12 @@ def _check_tool(where: str, tool: Any) -> None:
     """Raises RequestError for what is no function."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise RequestError(f"must be an object of the type function, got {shown(tool)}", field=where)
-    where, function = f"{where}.function", tool.get("function")
-    if not isinstance(function, dict):
-        raise RequestError(f"must be an object with a name, got {shown(function)}", field=where)
-    name = function.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        expected = "1 to 64 letters, digits, dashes and underscores"
-        raise RequestError(f"must be {expected}, got {shown(name)}", field=f"{where}.name")
-    for field, kind, expected in (("description", str, "text"), ("parameters", dict, "a JSON schema")):
-        value = function.get(field)
-        if value is not None and not isinstance(value, kind):
-            raise RequestError(f"must be {expected}, got {shown(value)}", field=f"{where}.{field}")
-    kind = (function.get("parameters") or {}).get("type", "object")
+    where = f"{where}.function"
+    function = Kind(dict, "an object with a name").read(where, tool.get("function"))
+    NAME.read(f"{where}.name", function.get("name"))
+    OPTIONAL_TEXT.read(f"{where}.description", function.get("description"))
+    parameters = Kind(dict | None, "a JSON schema").read(f"{where}.parameters", function.get("parameters"))
+    kind = (parameters or {}).get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(f"must be object, got {shown(kind)}", field=f"{where}.parameters.type")
 
@@ -219,8 +212,7 @@ def read_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
     Raises RequestError.
     """
-    if not isinstance(calls, list):
-        raise RequestError(f"must be a list of calls, got {shown(calls)}", field=where)
+    Kind(list, "a list of calls").read(where, calls)
     found = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None

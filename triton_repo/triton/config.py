@@ -25,6 +25,7 @@ from runtime.core.options import (
     choose_method,
     choose_prompt_lookup,
 )
+from triton_repo.triton.log import say
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 DEFAULT_MAX_NUM_SEQS = 16
@@ -88,17 +89,11 @@ def switch(parameter: str) -> bool | None:
     return values[parameter]
 
 
-def instance_group(gpus: Sequence[int] | None, num_instances: int) -> dict[str, Any]:
-    """The entry of ``config.pbtxt``. Triton starts ``num_instances`` on each of the GPUs."""
-    if gpus is None:
-        return {"kind": "KIND_CPU", "count": num_instances}
-    return {"kind": "KIND_GPU", "count": num_instances, "gpus": list(gpus)}
+def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list[str]) -> bool:
+    """Check the launcher's options before a server is started, and say which one is not taken as it is.
 
-
-def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list[str]) -> None:
-    """Check the launcher's options before a server is started.
-
-    Raises RequestError for the first one that no model of this bundle can be loaded with.
+    Returns whether the models draft. Raises RequestError for the first option that no model of this bundle
+    can be loaded with.
 
     rest: tritonserver's options
     """
@@ -128,6 +123,12 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
     _check_most("--max-num-seqs", args.max_num_seqs, MAX_NUM_SEQS, "a server decodes")
     _check_most("--threads", args.threads, MAX_NUM_THREADS, "an engine takes")
     _check_most("--prefix-cache-mb", args.prefix_cache_mb, MAX_PREFIX_CACHE_MB, "a cache takes")
+    sizes, wanted = manifest.step_nodes, args.num_nodes
+    if drafts and step == GRAPH_STEP and isinstance(wanted, int) and wanted not in sizes:
+        larger = next(size for size in sizes if size > wanted)
+        graphs = f"the bundle has graphs for {', '.join(str(size) for size in sizes if size)}"
+        say(f"--num-nodes: steps have {larger} nodes in place of {wanted}; {graphs}")
+    return drafts
 
 
 def nodes_or_auto(text: str) -> int | str:
@@ -179,7 +180,7 @@ def config_text(
 
     name: one of ``MODELS``
     parameters: replace some of ``PARAMETERS``
-    num_instances: on the CPU, or on each of the GPUs
+    num_instances: on the CPU, or on each of the GPUs, where Triton starts so many
     """
     from google.protobuf import json_format, text_format
     from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -187,13 +188,14 @@ def config_text(
     interface = MODELS[name]
     own = OWN_PARAMETERS.get(name, {})
     values = {"interface": interface, **PARAMETERS, **(parameters or {}), **own}
+    place = {"kind": "KIND_CPU"} if gpus is None else {"kind": "KIND_GPU", "gpus": list(gpus)}
     fields = {
         "name": name,
         "backend": "python",
         "max_batch_size": 1,
         "model_transaction_policy": {"decoupled": True},
         "version_policy": {"latest": {"num_versions": 1}},
-        "instance_group": [instance_group(gpus, num_instances)],
+        "instance_group": [{"count": num_instances, **place}],
         "input": [
             {"name": i.name, "data_type": i.triton_type, "dims": [i.size], "optional": i.optional}
             for i in inputs_of(interface)

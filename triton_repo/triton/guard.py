@@ -1,5 +1,7 @@
 """Run tritonserver or our worker for a launcher, and leave nothing of it behind however the launcher ends.
 
+The launcher has a directory of its own: the model repository, the backend, and the socket of the heartbeats.
+
 The guard is a process of its own. Its launcher writes commands to its stdin, a line each: ``start`` and
 ``kill``. It writes ``ended STATUS`` to its stdout for every server that has ended. When its stdin is closed,
 which also happens when the launcher is killed, it kills the server with its model processes and removes the
@@ -7,15 +9,23 @@ launcher's directory.
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime.core.errors import UserError
+
+PREFIX, LOCK, HEARTBEAT = "ctc-speculator-", "lock", "heartbeat"
+# Bytes of a path of a Unix socket, on every system.
+MAX_SOCKET_PATH = 103
 SHARED_MEMORY = Path("/dev/shm")
 # Linux' numbers of the options "signal this process when its parent ends" and "children whose parents have
 # ended become this process's".
@@ -46,6 +56,43 @@ def remove_shared_memory(directory: Path) -> None:
     """Remove what the model processes of a launcher have left, which have to have ended."""
     for path in SHARED_MEMORY.glob(f"{shared_memory_prefix(directory)}*"):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def own_directory() -> Iterator[Path]:
+    """A new directory for the block, which is removed afterwards, like those of launchers that were killed.
+
+    A lock says that the launcher of a directory lives.
+    Raises UserError where the directory for temporary files has too long a path for the socket.
+    """
+    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}12345678/{HEARTBEAT}")
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > longest:
+        problem = f"must be a path of at most {longest} bytes, since a socket is made there, got {parent}"
+        raise UserError(problem, field="TMPDIR")
+    _remove_stale()
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        # Whoever finds the lock finds it locked.
+        new = directory / f"{LOCK}.new"
+        with new.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(directory / LOCK)
+            yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_stale() -> None:
+    """Remove the directories whose launchers and guards were killed, with their shared memory."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            with path.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_shared_memory(path.parent)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:  # its launcher lives, or it is another user's
+            continue
 
 
 class _Guard:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ LOGGER = logging.getLogger(__name__)
 LOADING = "the models are being loaded"
 
 
+@dataclass
 class Health:
     """Whether the models can serve, and if not, why.
 
@@ -31,16 +32,9 @@ class Health:
     num_requests: requests that are being answered over HTTP
     """
 
-    def __init__(self, problem: str | None = LOADING) -> None:
-        self.problem = problem
-        self.failed: Mapping[str, str] = {}
-        self.num_requests = 0
-
-    def serve(self, failed: Mapping[str, str]) -> None:
-        self.problem, self.failed = None, failed
-
-    def stop_serving(self, problem: str) -> None:
-        self.problem = problem
+    problem: str | None = LOADING
+    failed: Mapping[str, str] = field(default_factory=dict)
+    num_requests: int = 0
 
     def problem_of(self, model: str) -> str | None:
         """Why this model cannot serve; None if nothing is known against it."""
@@ -158,17 +152,17 @@ class HeartbeatSender:
             self._socket.sendall(json.dumps(asdict(heartbeat)).encode() + b"\n")
 
 
+@dataclass(eq=False)
 class ModelProcess:
     """One model process, as the launcher knows it.
 
     last: its last heartbeat
-    num_missed: how often ``missed`` was called since then
+    num_missed: how often ``tick`` was called since then
     """
 
-    def __init__(self, last: Heartbeat, writer: asyncio.StreamWriter):
-        self.last = last
-        self.num_missed = 0
-        self._writer = writer
+    last: Heartbeat
+    writer: asyncio.StreamWriter
+    num_missed: int = 0
 
     @property
     def name(self) -> str:
@@ -177,7 +171,7 @@ class ModelProcess:
     def drain(self) -> None:
         """Ask the process to take no more requests."""
         with suppress(OSError):
-            self._writer.write(DRAIN)
+            self.writer.write(DRAIN)
 
 
 class HeartbeatListener:

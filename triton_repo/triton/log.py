@@ -34,11 +34,6 @@ def say(line: str) -> None:
     write(f"serve: {line}", {"event": "serve", "message": line})
 
 
-def say_ready(line: str) -> None:
-    """Write the line that says what is served."""
-    write(line, {"event": "ready", "message": line})
-
-
 def write(text: str, fields: Mapping[str, Any]) -> None:
     """Write one line: the text, or the fields as a JSON object after the time."""
     LOGGER.info("%s", text, extra={"fields": fields})

@@ -1,21 +1,26 @@
 """Our metrics at ``/metrics``, beside Triton's own; named as vLLM names them where the same is meant.
 
 Triton 2.51 has counters and gauges alone. A histogram is written as the series that Prometheus makes of one:
-counters that end in ``_bucket``, with the label ``le``, in ``_sum`` and in ``_count``. Our own worker shows
-the same series as what they are.
+counters that end in ``_bucket``, with the label ``le``, in ``_sum`` and in ``_count``. Our own worker has a
+``Registry`` in Triton's place, which shows the same series as what they are.
 """
 
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from runtime.engines.recorder import NullRecorder
+from runtime.serve.scheduler import Scheduler
 from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 
 PREFIX = "ctc_"
+# The ends of the names of a histogram's series.
+PARTS = ("_bucket", "_sum", "_count")
+# Of the text form that Prometheus reads.
+CONTENT_TYPE = "text/plain; version=0.0.4"
 # The kinds of metrics, as Triton and Prometheus name them.
 COUNTER, GAUGE = "counter", "gauge"
 COUNTERS = {
@@ -60,27 +65,6 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
 FLUSH_SECONDS = 0.1
 
 
-def series_names() -> list[str]:
-    """The names of all series, as ``/metrics`` shows them."""
-    histograms = [f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")]
-    return [PREFIX + name for name in (*COUNTERS, *LABELLED, *GAUGES, *histograms)]
-
-
-class SchedulerCounts(Protocol):
-    """What is read of the scheduler."""
-
-    num_submitted: int
-
-    @property
-    def num_prefix_hit_tokens(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def cache_usage(self) -> float: ...
-
-
 # Makes the family of a name, a description and a kind: COUNTER or GAUGE. A family is as Triton's: its
 # ``Metric(labels=...)`` makes a series, which has ``increment`` and ``set``.
 MakeFamily = Callable[[str, str, str], Any]
@@ -92,7 +76,7 @@ class Metrics(NullRecorder):
     Safe from several threads, of which one at a time sends: Triton 2.51 crashes if two increment at once.
     """
 
-    def __init__(self, make_family: MakeFamily, labels: Mapping[str, str], scheduler: SchedulerCounts):
+    def __init__(self, make_family: MakeFamily, labels: Mapping[str, str], scheduler: Scheduler):
         """make_family: of a name, a description and a kind; labels: of all series"""
         self._scheduler = scheduler
         self._lock = threading.Lock()
@@ -175,34 +159,67 @@ class Metrics(NullRecorder):
             self._sent = time.monotonic()
 
 
-class RequestTimes:
-    """The times of one request, from its arrival on, for the histograms."""
+class Series:
+    """The value of one series."""
 
-    def __init__(self, metrics: Metrics, arrived: float):
-        """arrived: ``time.monotonic`` seconds"""
-        self._metrics = metrics
-        self._arrived = arrived
-        self._first: float | None = None
-        self._num_tokens = 0
-        # The first tokens come from the prompt's pass, which is no step.
-        self._num_steps = -1
+    def __init__(self) -> None:
+        self.value = 0.0
 
-    def add(self, num_tokens: int) -> None:
-        """Some tokens have come."""
-        self._num_tokens += num_tokens
-        self._num_steps += 1
-        self._metrics.add("tokens", num_tokens)
-        if self._first is None:
-            self._first = time.monotonic()
-            self._metrics.observe("time_to_first_token_seconds", self._first - self._arrived)
+    def increment(self, amount: float) -> None:
+        self.value += amount
 
-    def finish(self, reason: str) -> None:
-        """The text has ended."""
-        assert self._first is not None
-        self._metrics.add("request_success", label=reason)
-        rest = self._num_tokens - 1
-        if self._num_steps > 0 and rest > 0:
-            seconds = time.monotonic() - self._first
-            self._metrics.observe("request_time_per_output_token_seconds", seconds / rest)
-            self._metrics.observe("request_acceptance_length", rest / self._num_steps)
-        self._metrics.flush()
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class SeriesFamily:
+    """The series of one name, by their labels as they are shown."""
+
+    def __init__(self, description: str, kind: str):
+        self.description, self.kind = description, kind
+        self.series: dict[str, Series] = {}
+
+    def Metric(self, *, labels: Mapping[str, str]) -> Series:
+        shown = ",".join(f'{label}="{text}"' for label, text in labels.items())
+        return self.series.setdefault(shown, Series())
+
+
+class Registry:
+    """The families of all models of a process, where no Triton keeps them.
+
+    Series have the names that Triton gives them. prometheus_client would end the names of counters in
+    ``_total``.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, SeriesFamily] = {}
+
+    def family(self, name: str, description: str, kind: str) -> SeriesFamily:
+        """The family of this name, which several models share."""
+        return self._families.setdefault(name, SeriesFamily(description, kind))
+
+    def text(self) -> str:
+        """All series, as https://prometheus.io/docs/instrumenting/exposition_formats has them."""
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        families = dict(self._families)
+        for name, (_, description) in HISTOGRAMS.items():
+            parts = [f"{PREFIX}{name}{part}" for part in PARTS]
+            if parts[0] in families:
+                yield from _head(f"{PREFIX}{name}", description, "histogram")
+                for part in parts:
+                    yield from _samples(part, families.pop(part))
+        for name, family in families.items():
+            yield from _head(name, family.description, family.kind)
+            yield from _samples(name, family)
+
+
+def _head(name: str, description: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {description}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _samples(name: str, family: SeriesFamily) -> Iterator[str]:
+    for labels, series in family.series.items():
+        yield f"{name}{{{labels}}} {series.value!r}"

@@ -4,38 +4,40 @@ Triton's Python backend and our own worker both hold one for every model. They d
 go, and in where metrics are kept.
 """
 
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
 from runtime.core.cli import num_nodes
-from runtime.core.errors import DeviceError, RequestError, UserError
+from runtime.core.errors import DeviceError, RequestError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
-from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.request import RequestFailure, UnavailableError
 from runtime.serve.scheduler import Scheduler
 from triton_repo.triton.config import instance_device, max_num_seqs, switch
 from triton_repo.triton.health import Heartbeat, HeartbeatSender
-from triton_repo.triton.metrics import (
-    MakeFamily,
-    Metrics,
-    RequestTimes,
+from triton_repo.triton.metrics import MakeFamily, Metrics
+from triton_repo.triton.requests import GenerateRequest, failure, read_request
+from triton_repo.triton.tensors import (
+    CANCELLED,
+    COMPLETIONS,
+    INTERNAL,
+    LEAST_LOG_PROB,
+    NUMPY_TYPES,
+    TEXT,
+    check_tensors,
+    outputs_of,
 )
-from triton_repo.triton.requests import (
-    GenerateRequest,
-    error_message,
-    read_request,
-    response_tensors,
-    scores_json,
-)
-from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, TEXT, UNAVAILABLE, check_tensors
 
 LOGGER = logging.getLogger(__name__)
 # Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
@@ -153,16 +155,12 @@ class ServedModel:
         """Do a part of a request's work; errors are its answer."""
         try:
             work()
-            return
-        except UnavailableError as error:
-            reason, message = UNAVAILABLE, str(error)
-        except UserError as error:
-            reason, message = INVALID, error_message(self._interface, error)
         except Exception as error:
-            LOGGER.exception("a request could not be read")
-            reason, message = INTERNAL, f"internal error: {error!r}"
-        self.metrics.add_failure(reason)
-        sender.fail(reason, message)
+            reason, message = failure(self._interface, error)
+            if reason == INTERNAL:
+                LOGGER.exception("a request could not be read")
+            self.metrics.add_failure(reason)
+            sender.fail(reason, message)
 
     def _drain(self) -> None:
         """Take no more requests, and return when the others have ended.
@@ -196,28 +194,25 @@ class ServedModel:
 
     def _queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
         try:
-            self._queue_checked(request, sender)
+            prompt_ids = self._token_ids(request)
+            room = max(self.decoder.max_length - len(prompt_ids), 1)
+            sequence = self.decoder.new_sequence(
+                prompt_ids,
+                max_new_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
+                stop_token_ids=None if request.end_id is None else [request.end_id],
+                stop_strings=request.stop_strings,
+                sampling=request.sampling,
+                prompt_log_probs=request.prompt_log_probs,
+                grammar=request.grammar,
+            )
+            responder = Responder(
+                self._interface, request, len(prompt_ids), sender, self.metrics, self._token_text
+            )
+            self._scheduler.submit(sequence, responder, sender.is_cancelled)
         except RequestError as error:
             if error.field != "prompt":
                 raise
             raise RequestError(error.problem, field=request.prompt_tensor) from error
-
-    def _queue_checked(self, request: GenerateRequest, sender: ResponseSender) -> None:
-        prompt_ids = self._token_ids(request)
-        room = max(self.decoder.max_length - len(prompt_ids), 1)
-        sequence = self.decoder.new_sequence(
-            prompt_ids,
-            max_new_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
-            stop_token_ids=None if request.end_id is None else [request.end_id],
-            stop_strings=request.stop_strings,
-            sampling=request.sampling,
-            prompt_log_probs=request.prompt_log_probs,
-            grammar=request.grammar,
-        )
-        responder = Responder(
-            self._interface, request, len(prompt_ids), sender, self.metrics, self._token_text
-        )
-        self._scheduler.submit(sequence, responder, sender.is_cancelled)
 
     def _token_text(self, token: int) -> str:
         return str(self.decoder.prompt_tokenizer.tokenizer.decode([token], skip_special_tokens=False))
@@ -261,84 +256,111 @@ class Responder:
         token_text: Callable[[int], str],
     ):
         """token_text: the text of one token"""
-        self._interface = interface
-        self._metrics = metrics
-        self._times = RequestTimes(metrics, sender.arrived)
-        self._stream = request.stream
-        self._sender = sender
-        self._num_input_tokens = num_input_tokens
-        self._num_cached_tokens = self._num_output_tokens = 0
-        self._num_drafted_tokens = self._num_accepted_tokens = 0
-        self._token_text = token_text
-        # These six hold what has not been sent yet.
-        self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
-        self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
-        self._log_probs: list[float] = []
-        self._tokens: list[str] = []
-        self._pieces: list[Piece] = []
-        self._prompt: tuple[Piece, ...] = ()
+        self._interface, self._request, self._sender = interface, request, sender
+        self._metrics, self._token_text = metrics, token_text
+        self._first: float | None = None  # when the first token came
+        # What has not been sent yet.
+        self._chunks: list[Chunk] = []
+        # Outputs that are of the whole text so far. The first chunk comes from prefill and is not a step.
         self._cum_log_prob = 0.0
-        self._with_log_probs = request.sampling.log_probs
-        self._with_top, self._with_prompt = request.sampling.top_log_probs > 0, request.prompt_log_probs
-        # The first chunk comes from prefill and is not a step.
-        self._num_steps = -1
+        self._counts = {
+            "num_input_tokens": num_input_tokens,
+            "num_cached_tokens": 0,
+            "num_output_tokens": 0,
+            "num_steps": -1,
+            "num_drafted_tokens": 0,
+            "num_accepted_tokens": 0,
+        }
 
     def __call__(self, result: Chunk | RequestFailure) -> None:
         if isinstance(result, RequestFailure):
-            reason, message = INTERNAL, f"internal error: {result.error!r}"
-            if isinstance(result.error, DeviceError):
-                message = str(result.error)  # the model gets a new process, so another attempt may succeed
-            elif isinstance(result.error, UnavailableError):
-                reason, message = UNAVAILABLE, str(result.error)
-            elif isinstance(result.error, CancelledError):
-                reason, message = CANCELLED, str(result.error)
-            elif isinstance(result.error, RequestError):
-                reason, message = INVALID, error_message(self._interface, result.error)
+            reason, message = failure(self._interface, result.error)
             self._metrics.add_failure(reason)
             self._sender.fail(reason, message)
             return
-        self._num_steps += 1
-        self._num_output_tokens += len(result.pieces)
-        self._num_cached_tokens += result.num_cached
-        self._num_drafted_tokens += result.num_drafts
-        self._num_accepted_tokens += sum(piece.drafted for piece in result.pieces)
-        self._times.add(len(result.pieces))
-        self._texts.append(result.text)
-        self._token_ids += result.token_ids
-        if self._with_log_probs:
-            self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
-            self._tokens += [piece.text for piece in result.pieces]
-        self._prompt += result.prompt
-        if self._with_top:
-            self._pieces += result.pieces
-        if result.finish_reason:
-            self._times.finish(result.finish_reason)
-        if self._stream or result.finish_reason:
+        counts = self._counts
+        counts["num_steps"] += 1
+        counts["num_output_tokens"] += len(result.pieces)
+        counts["num_cached_tokens"] += result.num_cached
+        counts["num_drafted_tokens"] += result.num_drafts
+        counts["num_accepted_tokens"] += sum(piece.drafted for piece in result.pieces)
+        self._measure(len(result.pieces), result.finish_reason)
+        self._chunks.append(result)
+        if self._request.stream or result.finish_reason:
             self._send(result.finish_reason)
 
+    def _measure(self, num_tokens: int, finish_reason: str | None) -> None:
+        """Count the new tokens, and the request's times from its arrival on."""
+        metrics, now = self._metrics, time.monotonic()
+        metrics.add("tokens", num_tokens)
+        if self._first is None:
+            self._first = now
+            metrics.observe("time_to_first_token_seconds", now - self._sender.arrived)
+        if finish_reason:
+            metrics.add("request_success", label=finish_reason)
+            steps, rest = self._counts["num_steps"], self._counts["num_output_tokens"] - 1
+            if steps > 0 and rest > 0:
+                metrics.observe("request_time_per_output_token_seconds", (now - self._first) / rest)
+                metrics.observe("request_acceptance_length", rest / steps)
+            metrics.flush()
+
     def _send(self, finish_reason: str | None) -> None:
-        self._cum_log_prob += sum(self._log_probs)
-        tensors = response_tensors(
-            self._interface,
-            "".join(self._texts) if self._interface == TEXT else self._token_ids,
-            log_probs=self._log_probs if self._with_log_probs else None,
-            tokens=self._tokens,
-            cum_log_prob=self._cum_log_prob,
-            num_input_tokens=self._num_input_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_steps=self._num_steps,
-            num_drafted_tokens=self._num_drafted_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
-            finish_reason=finish_reason,
-            token_scores=scores_json(self._pieces, self._token_text) if self._with_top else None,
-            prompt_scores=scores_json(self._prompt, self._token_text) if self._with_prompt else None,
-        )
+        tensors = self._tensors(finish_reason or "")
         try:
             self._sender.send(tensors, is_last=finish_reason is not None)
         except Exception as error:
             # Triton's shared memory may be full. Without a last response the client would wait for ever.
             self._sender.fail(INTERNAL, f"internal error: the answer cannot be sent: {error!r}")
             raise
-        self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
-        self._pieces, self._prompt = [], ()
+        self._chunks = []
+
+    def _tensors(self, finish_reason: str) -> Tensors:
+        """The response by name, each tensor with a batch axis of size 1.
+
+        ``text_output`` has no other axis, because clients of the TensorRT-LLM backend read
+        ``as_numpy("text_output")[0].decode()``.
+        """
+        request, counts = self._request, self._counts
+        pieces = [piece for chunk in self._chunks for piece in chunk.pieces]
+        completion: Any = [piece.token_id for piece in pieces]
+        if self._interface == TEXT:
+            completion = "".join(piece.text for piece in pieces)
+        if request.echo:
+            completion = request.prompt + completion
+        steps = counts["num_steps"]
+        values: dict[str, Any] = {
+            COMPLETIONS[self._interface].name: completion.encode() if self._interface == TEXT else completion,
+            "sequence_index": [0],
+            **{name: [count] for name, count in counts.items()},
+            "acceptance_length": [(counts["num_output_tokens"] - 1) / steps if steps else 1.0],
+            "finish_reason": [finish_reason.encode()],
+        }
+        if request.sampling.log_probs:
+            log_probs = [piece.log_prob for piece in pieces if piece.log_prob is not None]
+            self._cum_log_prob += sum(log_probs)
+            values |= {"cum_log_probs": [self._cum_log_prob], "output_log_probs": log_probs}
+            values["output_tokens"] = [piece.text.encode() for piece in pieces]
+        if request.sampling.top_log_probs:
+            values["token_scores"] = [scores_json(pieces, self._token_text).encode()]
+        if request.prompt_log_probs:
+            prompt = [piece for chunk in self._chunks for piece in chunk.prompt]
+            values["prompt_scores"] = [scores_json(prompt, self._token_text).encode()]
+        infos = {info.name: info for info in outputs_of(self._interface)}
+        types = {name: NUMPY_TYPES[infos[name].triton_type] for name in values}
+        return {name: np.array([value], types[name]) for name, value in values.items()}
+
+
+def scores_json(pieces: Sequence[Piece], text_of: Callable[[int], str]) -> str:
+    """Tokens as JSON: for each its text, its log-probability, and the most probable tokens with theirs.
+
+    text_of: the text of one token
+    """
+
+    def finite(log_prob: float | None) -> float | None:
+        return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
+
+    rows = [
+        [piece.text, finite(piece.log_prob), [[text_of(token), finite(value)] for token, value in piece.top]]
+        for piece in pieces
+    ]
+    return json.dumps(rows)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from runtime.core.errors import UserError
+from triton_repo.triton.server import PORTS, ROOT
 
 READY_SECONDS = 600.0
 
@@ -23,20 +24,13 @@ class ServerProcess:
     def __init__(self, bundle: Path, log: Path, *options: str):
         """log: file for the server's output. Raises UserError if the server ends or is not ready in time."""
         self.log = log
-        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = free_ports(4)
+        ports = free_ports(len(PORTS))
+        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = ports
         command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(bundle.resolve())]
-        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
-        command += [
-            "--metrics-port",
-            str(self.metrics_port),
-            "--openai-port",
-            str(self.openai_port),
-            *options,
-        ]
+        command += [f"--{name}-port={number}" for name, number in zip(PORTS, ports, strict=True)]
+        command += options
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=Path(__file__).resolve().parents[2], stdout=output, stderr=output
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
         end = time.monotonic() + READY_SECONDS
         while not self.is_ready and "did not load" not in self._output():
             if self.process.poll() is not None or time.monotonic() > end:

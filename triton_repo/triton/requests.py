@@ -1,29 +1,30 @@
-"""The server's side of a request: input tensors to the runtime's options, chunks to output tensors."""
+"""The server's side of a request: its tensors to the runtime's options, and its errors to messages."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.errors import RequestError, UserError
+from runtime.core.errors import DeviceError, RequestError, UserError
 from runtime.core.prompts import MessageError, read_conversation
 from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import Piece
+from runtime.serve.request import CancelledError, UnavailableError
 from triton_repo.triton.tensors import (
-    COMPLETIONS,
-    LEAST_LOG_PROB,
+    CANCELLED,
+    INTERNAL,
+    INVALID,
     NUMPY_TYPES,
     ONLY,
     OPTIONS,
     PROMPTS,
     TEXT,
+    UNAVAILABLE,
     TensorInfo,
     inputs_of,
-    outputs_of,
 )
 
 # Tensors that are fields of ``SamplingParams`` as they are.
@@ -170,16 +171,27 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def error_message(interface: str, error: UserError) -> str:
-    """A runtime error's message, with the tensor's name in place of the runtime option's."""
+def failure(interface: str, error: Exception) -> tuple[str, str]:
+    """Why a request ends with this error, as the metrics count it, and the message for its client.
+
+    The message has the tensor's name in place of the runtime option's.
+    """
+    if isinstance(error, UnavailableError):
+        return UNAVAILABLE, str(error)
+    if isinstance(error, CancelledError):
+        return CANCELLED, str(error)
+    if isinstance(error, DeviceError):  # the model gets a new process, so another attempt may succeed
+        return INTERNAL, str(error)
+    if not isinstance(error, UserError):
+        return INTERNAL, f"internal error: {error!r}"
     tensors = {
         "prompt": PROMPTS[interface].name,
         "max_new_tokens": "max_tokens",
         "stop_strings": "stop_words",
         "grammar": "guided_decoding_guide",
     }
-    name = tensors.get(error.field or "")
-    return str(UserError(error.problem, field=name)) if name else str(error)
+    name = tensors.get(error.field or "", error.field)
+    return INVALID, str(UserError(error.problem, field=name))
 
 
 def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
@@ -218,70 +230,3 @@ def _logit_bias(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RequestError(f"must be {expected}, got {text[:80]!r}", field="logit_bias") from error
-
-
-def scores_json(pieces: Sequence[Piece], text_of: Callable[[int], str]) -> str:
-    """Tokens as JSON: for each its text, its log-probability, and the most probable tokens with theirs.
-
-    text_of: the text of one token
-    """
-    rows = [
-        [
-            piece.text,
-            _finite(piece.log_prob),
-            [[text_of(token), _finite(value)] for token, value in piece.top],
-        ]
-        for piece in pieces
-    ]
-    return json.dumps(rows)
-
-
-def _finite(log_prob: float | None) -> float | None:
-    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
-
-
-def response_tensors(
-    interface: str,
-    completion: str | list[int],
-    *,
-    log_probs: list[float] | None,
-    tokens: list[str],
-    cum_log_prob: float,
-    num_input_tokens: int,
-    num_cached_tokens: int,
-    num_output_tokens: int,
-    num_steps: int,
-    num_drafted_tokens: int,
-    num_accepted_tokens: int,
-    finish_reason: str | None,
-    token_scores: str | None = None,
-    prompt_scores: str | None = None,
-) -> dict[str, NDArray[Any]]:
-    """A response's tensors by name.
-
-    Every array has a batch axis of size 1. ``text_output`` has no other axis, because clients of the
-    TensorRT-LLM backend read ``as_numpy("text_output")[0].decode()``.
-
-    completion, log_probs, tokens: the part since the last response; the other values are of the whole output
-        so far. The tokens' texts are returned with the log-probabilities.
-    token_scores, prompt_scores: the JSON of ``scores_json``, of the new tokens and of the prompt's
-    """
-    values: dict[str, Any] = {
-        COMPLETIONS[interface].name: completion.encode() if isinstance(completion, str) else completion,
-        "sequence_index": [0],
-        "num_input_tokens": [num_input_tokens],
-        "num_cached_tokens": [num_cached_tokens],
-        "num_output_tokens": [num_output_tokens],
-        "num_steps": [num_steps],
-        "num_drafted_tokens": [num_drafted_tokens],
-        "num_accepted_tokens": [num_accepted_tokens],
-        "acceptance_length": [(num_output_tokens - 1) / num_steps if num_steps else 1.0],
-        "finish_reason": [(finish_reason or "").encode()],
-    }
-    if log_probs is not None:
-        values |= {"cum_log_probs": [cum_log_prob], "output_log_probs": log_probs}
-        values["output_tokens"] = [token.encode() for token in tokens]
-    for name, text in (("token_scores", token_scores), ("prompt_scores", prompt_scores)):
-        values |= {} if text is None else {name: [text.encode()]}
-    infos = {info.name: info for info in outputs_of(interface)}
-    return {name: np.array([value], NUMPY_TYPES[infos[name].triton_type]) for name, value in values.items()}

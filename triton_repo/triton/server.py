@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 from runtime.core.cli import AUTO
 from runtime.core.errors import RequestError, UserError
 from triton_repo.triton.config import REPOSITORY, config_text
+from triton_repo.triton.guard import shared_memory_prefix
 
 CONTAINER = Path("/opt/tritonserver")
 LOCAL_HOST = "127.0.0.1"
@@ -118,11 +119,32 @@ def environment(installation: Installation | None) -> dict[str, str]:
     return variables
 
 
-def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int) -> list[str]:
-    """tritonserver's options, except those that say where its files are. The user's own come last.
+def server_command(
+    installation: Installation | None,
+    args: argparse.Namespace,
+    rest: list[str],
+    directory: Path,
+    metrics_port: int,
+) -> list[str]:
+    """Triton's command, whose backend is written first, or our own worker's.
 
-    metrics_port: of Triton's own metrics, for this machine alone
+    metrics_port: of its own metrics, for this machine alone
     """
+    models = f"--model-repository={directory / 'models'}"
+    if installation is None:
+        address = [f"--grpc-address={args.grpc_host}", f"--grpc-port={args.grpc_port}"]
+        command = [sys.executable, "-m", "triton_repo.worker", models, *address]
+        return [*command, f"--metrics-port={metrics_port}"]
+    prefix = shared_memory_prefix(directory)
+    command = [str(installation.binary), models, f"--backend-config=python,shm-region-prefix-name={prefix}"]
+    if installation.backends is not None:
+        write_backend(directory / "backends", installation.backends)
+        command.append(f"--backend-directory={directory / 'backends'}")
+    return command + server_options(args, rest, metrics_port)
+
+
+def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int) -> list[str]:
+    """tritonserver's options, except those that say where its files are. The user's own come last."""
     options = [
         "--model-control-mode=none",
         "--disable-auto-complete-config",
@@ -152,18 +174,38 @@ def in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def check_known(rest: list[str], own: list[str], installation: Installation) -> None:
-    """Raises RequestError for the first option that is not in the help text of tritonserver.
+def check_rest(
+    args: argparse.Namespace, rest: Sequence[str], gpus: Sequence[int] | None, choice: "Choice"
+) -> None:
+    """Raises RequestError for the first option that the chosen server does not have.
 
-    rest: the options that are passed to tritonserver
-    own: the launcher's options, which are proposed too where one of them was mistyped
+    rest: the options that the launcher does not know. An own one is proposed where it was mistyped.
     """
+    own = [f"--{name.replace('_', '-')}" for name in vars(args)]
+    if choice.installation is not None:
+        _check_known(rest, own, choice.installation)
+        return
+    if rest:
+        option = rest[0].partition("=")[0]
+        near = difflib.get_close_matches(option, own, n=1)
+        problem = f"is no option of our own server, which runs because {choice.reason}"
+        if near:
+            problem = f"is no option of the server; did you mean {near[0]}?"
+        raise RequestError(problem, field=option)
+    hint = f"our own server has one process; start several servers, or take --server {TRITON}"
+    if args.num_instances > 1:
+        raise RequestError(f"must be 1, got {args.num_instances}: {hint}", field="--num-instances")
+    if gpus is not None and len(gpus) > 1:
+        raise RequestError(f"must be one GPU, got {','.join(map(str, gpus))}: {hint}", field="--gpus")
+
+
+def _check_known(rest: Sequence[str], own: Sequence[str], installation: Installation) -> None:
+    """Raises RequestError for the first option that is not in the help text of tritonserver."""
     given = [option.partition("=")[0] for option in rest if option.startswith("-")]
     for option in given:
-        if option not in own:
-            for beginning, reason in REFUSED.items():
-                if option.startswith(beginning) and not difflib.get_close_matches(option, own, 1, 0.9):
-                    raise RequestError(f"is no option of the server: {reason}", field=option)
+        for beginning, reason in REFUSED.items():
+            if option.startswith(beginning) and not difflib.get_close_matches(option, own, 1, 0.9):
+                raise RequestError(f"is no option of the server: {reason}", field=option)
     if not given:
         return
     command = [str(installation.binary), "--help"]
@@ -175,7 +217,8 @@ def check_known(rest: list[str], own: list[str], installation: Installation) -> 
         if known and option not in known:
             near = difflib.get_close_matches(option, [*own, *known], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RequestError(f"{option}: neither an option of this command nor of tritonserver{hint}")
+            problem = f"neither an option of this command nor of tritonserver{hint}"
+            raise RequestError(problem, field=option)
 
 
 def check_ports(args: argparse.Namespace) -> None:
@@ -259,20 +302,6 @@ def version_of(installation: Installation) -> str | None:
     if found is None and installation.backends is None:
         found = os.environ.get(VERSION_VARIABLE)
     return found if found and len(_numbers(found)) > 1 else None
-
-
-def check_own(rest: Sequence[str], own: Collection[str], choice: Choice) -> None:
-    """Raises RequestError for the first option that our own server does not have.
-
-    rest: the options that no parser knew; own: all options of the launcher
-    """
-    for option in (given.partition("=")[0] for given in rest):
-        near = difflib.get_close_matches(option, own, n=1)
-        if near:
-            hint = f"is no option of the server; did you mean {near[0]}?"
-        else:
-            hint = f"is no option of our own server, which runs because {choice.reason}"
-        raise RequestError(hint, field=option)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ from typing import Any
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from triton_repo.triton.directory import HEARTBEAT
+from triton_repo.triton.guard import HEARTBEAT
 from triton_repo.triton.health import INTERVAL, VARIABLE, Health, HeartbeatListener, failed_models
-from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, say_ready
+from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, write
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
 
 # Models that take longer than this to load have failed.
@@ -108,20 +108,20 @@ class Supervisor:
         self._names = [name for name in self._names if name not in failed]
         serves = bool(self._names) or await self._serves_others(failed)
         if serves:
-            self.health.serve(failed)
+            self.health.problem, self.health.failed = None, failed
             self._failed = failed
         for name, reason in failed.items():
             say(f"{name} did not load: {reason}")
         if not serves:
             return "no model can be served, so the server ends"
         if not failed:
-            say_ready(self._ready)
+            write(self._ready, {"event": "ready", "message": self._ready})
         return None
 
     async def _start_anew(self, fault: str) -> None:
         """Replace the server, as often as it takes until all models that were served are served again."""
         began, pause = time.monotonic(), FIRST_PAUSE
-        self.health.stop_serving(f"{fault}; the server is being started anew, so try again")
+        self.health.problem = f"{fault}; the server is being started anew, so try again"
         say(f"{fault}; the server is started anew")
         if not self._ended.is_set():
             # Those whose requests met the fault hear of it before their connections close.
@@ -132,11 +132,11 @@ class Supervisor:
             if self._num_signals:
                 return
             if not failed and self._fault is None:
-                self.health.serve(self._failed)
+                self.health.problem, self.health.failed = None, self._failed
                 say(f"ready again after {time.monotonic() - began:.1f} seconds")
                 return
             (name, reason), *_ = [*failed.items(), (self._server, self._fault or UNKNOWN_REASON)]
-            self.health.stop_serving(f"{name} did not load: {reason}")
+            self.health.problem = f"{name} did not load: {reason}"
             say(f"{name} did not load: {reason}; the next attempt is in {pause:g} seconds")
             await self._pause(pause, self._stopping)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -159,7 +159,9 @@ class Supervisor:
                 return {**failed, **dict.fromkeys(loading, late)}
             with suppress(InferenceServerException):
                 failed |= failed_models(await self._index(), self._names)
-                loading -= {name for name in loading if await self._is_ready(name)}
+                for name in loading - failed.keys():
+                    if await self._client.is_model_ready(name, client_timeout=HANG_SECONDS):
+                        loading.discard(name)
                 loading -= failed.keys()
             if loading:
                 await self._pause(POLL_SECONDS)
@@ -190,7 +192,7 @@ class Supervisor:
 
     async def _drain(self) -> None:
         """Let the requests end that have been accepted, and refuse all others."""
-        self.health.stop_serving("the server is shutting down and takes no more requests")
+        self.health.problem = "the server is shutting down and takes no more requests"
         processes = self._listener.processes
         for process in processes:
             process.drain()
@@ -226,7 +228,7 @@ class Supervisor:
         if self._guard is None or self._guard.returncode is not None:
             self._guard = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "triton_repo.triton.guard", str(self._directory), *self._command),
-                env={**self._environment, VARIABLE: str(self._directory / "heartbeat")},
+                env={**self._environment, VARIABLE: str(self._directory / HEARTBEAT)},
                 cwd=os.fspath(ROOT),
                 stdin=PIPE,
                 stdout=PIPE,
@@ -258,9 +260,6 @@ class Supervisor:
         """Wait, but not longer than until the event, or until a fault or ``stop``."""
         with suppress(TimeoutError):
             await asyncio.wait_for((event or self._changed).wait(), seconds)
-
-    async def _is_ready(self, name: str) -> bool:
-        return bool(await self._client.is_model_ready(name, client_timeout=HANG_SECONDS))
 
     async def _index(self) -> list[dict[str, Any]]:
         """Triton's repository index: the models with their states."""

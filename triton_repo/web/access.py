@@ -44,21 +44,6 @@ def retry_after(status: int) -> dict[str, str]:
     return {"Retry-After": str(RETRY_SECONDS)} if status == 503 else {}
 
 
-async def begin_events(request: web.Request) -> web.StreamResponse:
-    """Begin to answer with server-sent events. A client that has left is noticed at the first of them."""
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",
-            **request.get(ALLOWED, {}),
-        }
-    )
-    with suppress(ConnectionResetError):
-        await response.prepare(request)
-    return response
-
-
 async def send_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
     """Send a server-sent event; its type is its name, too."""
     name = f"event: {event['type']}\n" if "type" in event else ""

@@ -1,18 +1,22 @@
-"""What a web application knows of the Triton server behind it."""
+"""Web applications in front of a Triton server, and what they know of it."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
-from triton_repo.triton.grpc_client import CONNECTION_ENDED, read_failure
+from triton_repo.triton.grpc_client import CONNECTION_ENDED, connect, read_failure
 from triton_repo.triton.health import Health
-from triton_repo.web.access import Handler
-from triton_repo.web.request_log import log_requests
+from triton_repo.triton.tensors import CANCELLED
+from triton_repo.web.access import ALLOWED, Access, Handler, Refuse, middlewares, send_event
+from triton_repo.web.json_body import MAX_BODY_BYTES
+from triton_repo.web.request_log import RECORD, log_requests
 
 CLIENT = web.AppKey("client", aio.InferenceServerClient)
 HEALTH = web.AppKey("health", Health)
@@ -49,14 +53,94 @@ class Launcher:
 class NotReadyError(UserError):
     """The models cannot serve at the moment."""
 
+    status = 503
+
+
+def make_app(
+    access: Access,
+    refuse: Refuse,
+    open_paths: Collection[str],
+    triton: Launcher | str,
+    max_bytes: int = MAX_BODY_BYTES,
+) -> web.Application:
+    """An application that logs its requests and answers every error in the form of its interface.
+
+    access, open_paths: who may ask, and what needs no key
+    refuse: makes the answer of an error
+    triton: the launcher, if it runs in this process, or else Triton's gRPC address
+    max_bytes: of a body
+    """
+    app = web.Application(
+        client_max_size=max_bytes,
+        middlewares=[*middlewares(access, refuse, open_paths), _count_requests, _with_errors(refuse)],
+    )
+    log_requests(app)
+    if isinstance(triton, Launcher):
+        triton.attach(app)
+        return app
+    url = triton
+
+    async def connected(app: web.Application) -> AsyncIterator[None]:
+        async with connect(url) as client:
+            app[CLIENT] = client
+            yield
+
+    app[HEALTH] = Health(problem=None)
+    app.cleanup_ctx.append(connected)
+    return app
+
 
 @web.middleware
-async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts the requests for text, to whose end a server that stops waits."""
     if request.method != "POST":
         return await handler(request)
     with request.app[HEALTH].request():
         return await handler(request)
+
+
+def _with_errors(refuse: Refuse) -> Any:
+    """A middleware that answers errors. Those of requests have the status 400 if they name no other."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UserError as error:
+            return refuse(getattr(error, "status", 400), error)
+        except web.HTTPException as error:
+            message = error.text or error.reason
+            if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
+                message = f"{request.method} {request.path}: {message}"
+            return refuse(error.status, UserError(message))
+        except InferenceServerException as error:
+            return refuse(*await failure_of(error, request))
+
+    return answer
+
+
+@asynccontextmanager
+async def events(
+    request: web.Request, form: Callable[[int, UserError], dict[str, Any]]
+) -> AsyncIterator[web.StreamResponse]:
+    """Answer with the events that are sent in the block. An error of Triton there becomes the last of them.
+
+    form: makes the event of an error, of its HTTP status and message
+    """
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    response, record = web.StreamResponse(headers={**headers, **request.get(ALLOWED, {})}), request[RECORD]
+    with suppress(ConnectionResetError):  # a client that has left is noticed at the first event
+        await response.prepare(request)
+    try:
+        try:
+            yield response
+        except InferenceServerException as error:
+            status, found = await failure_of(error, request)
+            record.fail(status)
+            await send_event(response, form(status, found))
+        await response.write_eof()
+    except ConnectionResetError:
+        record.reason = CANCELLED
 
 
 def check_serving(request: web.Request, model: str) -> None:

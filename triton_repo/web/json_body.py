@@ -5,8 +5,9 @@ import json
 import math
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -22,6 +23,8 @@ STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 class MediaTypeError(UserError):
     """A body that is not declared as JSON in UTF-8, or is compressed."""
+
+    status = 415
 
 
 async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[str, Any]:
@@ -99,6 +102,23 @@ def depth(text: str) -> int:
     closed = (characters == ord("]")) | (characters == ord("}"))
     steps = opened.astype(np.int8) - closed.astype(np.int8)
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+class Kind(NamedTuple):
+    """What a value of a body has to be: a type that msgspec knows, and the same in words."""
+
+    type: Any
+    words: str
+
+    def read(self, field: str, value: Any) -> Any:
+        """The value. Raises RequestError that names the field."""
+        try:
+            return msgspec.convert(value, self.type)
+        except msgspec.ValidationError:
+            raise RequestError(f"must be {self.words}, got {shown(value)}", field=field) from None
+
+
+BOOL, TEXT = Kind(bool, "true or false"), Kind(str, "text")
 
 
 def shown(value: Any) -> str:

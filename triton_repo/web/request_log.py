@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +48,8 @@ ATTRIBUTES = {
 FIRST_TOKEN = "first token"
 
 
-class _Tracer:
-    """The tracer of this process; None outside of ``tracing``."""
-
-    current: Any = None
+# Of this process; without one outside of ``tracing``.
+_TRACER: ContextVar[Any] = ContextVar("tracer", default=None)
 
 
 @contextmanager
@@ -78,17 +77,17 @@ def tracing(endpoint: str | None) -> Iterator[None]:
     provider.add_span_processor(
         BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
     )
-    _Tracer.current = provider.get_tracer("triton_repo")
+    token = _TRACER.set(provider.get_tracer("triton_repo"))
     try:
         yield
     finally:
-        _Tracer.current = None
+        _TRACER.reset(token)
         provider.shutdown()
 
 
 def trace(request: web.Request, fields: Mapping[str, Any]) -> None:
     """Make the span of a request that ends now. fields: those of its line in the log"""
-    tracer = _Tracer.current
+    tracer = _TRACER.get()
     if tracer is None:
         return
     from opentelemetry.trace import SpanKind, StatusCode

@@ -18,11 +18,6 @@ from triton_repo.triton.server import DRAIN_SECONDS
 END_SECONDS = 2.0
 
 
-def scheme(tls: ssl.SSLContext | None) -> str:
-    """The beginning of the addresses of a server with or without TLS."""
-    return "http" if tls is None else "https"
-
-
 def listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None = None) -> None:
     """Serve an application on this address until the command is stopped; print the line ``ready`` first.
 

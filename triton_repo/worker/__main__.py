@@ -17,7 +17,7 @@ from runtime.core.cli import Parser, exit_status, port
 from runtime.core.errors import UserError
 
 if TYPE_CHECKING:
-    from triton_repo.worker.metrics import Registry
+    from triton_repo.triton.metrics import Registry
     from triton_repo.worker.service import Model
 
 LOGGER = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from triton_repo.worker.metrics import Registry
+    from triton_repo.triton.metrics import Registry
 
     logging.basicConfig()
     registry = Registry()
@@ -82,8 +82,9 @@ async def _serve(args: argparse.Namespace, models: "dict[str, Model]", registry:
     from aiohttp import web
     from tritonclient.grpc import service_pb2_grpc
 
+    from triton_repo.triton.metrics import CONTENT_TYPE
+    from triton_repo.triton.server import in_address
     from triton_repo.web.server import listening, terminated
-    from triton_repo.worker.metrics import CONTENT_TYPE
     from triton_repo.worker.service import InferenceService
 
     async def metrics(request: web.Request) -> web.Response:
@@ -102,9 +103,8 @@ async def _serve(args: argparse.Namespace, models: "dict[str, Model]", registry:
     ]
     server = grpc.aio.server(options=options)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceService(models), server)
-    host = f"[{args.grpc_address}]" if ":" in args.grpc_address else args.grpc_address
     try:
-        server.add_insecure_port(f"{host}:{args.grpc_port}")
+        server.add_insecure_port(f"{in_address(args.grpc_address)}:{args.grpc_port}")
     except RuntimeError as error:
         raise UserError(str(error), field=f"--grpc-port {args.grpc_port}") from error
     async with listening(args.metrics_address, {"--metrics-port": (args.metrics_port, app)}):

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.model_config_pb2 import ModelConfig
-from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import (
+    deserialize_bytes_tensor,
+    np_to_triton_dtype,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 from runtime.core.errors import RequestError
 from triton_repo.triton.model import ServedModel, Tensors
@@ -45,7 +50,6 @@ CONTENTS = {
     "UINT64": "uint64_contents",
     "BOOL": "bool_contents",
 }
-LENGTH = struct.Struct("<I")
 
 
 def read_tensors(request: Any) -> dict[str, NDArray[Any]]:
@@ -97,14 +101,10 @@ def write_response(request: Any, tensors: Tensors, *, is_last: bool) -> Any:
         if name in wanted:
             output = response.outputs.add(name=name, datatype=np_to_triton_dtype(array.dtype))
             output.shape.extend(array.shape)
-            response.raw_output_contents.append(_bytes(array))
+            is_text = array.dtype == np.object_ and array.size > 0
+            written = serialize_byte_tensor(array).item() if is_text else array.tobytes()
+            response.raw_output_contents.append(written)
     return response
-
-
-def _bytes(array: NDArray[Any]) -> bytes:
-    if array.dtype == np.object_:
-        return b"".join(LENGTH.pack(len(text)) + text for text in array.reshape(-1))
-    return array.tobytes()
 
 
 NAME, VERSION = "ctc-speculator", "1"

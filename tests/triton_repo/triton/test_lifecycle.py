@@ -28,7 +28,7 @@ from tests.triton_repo.servers import (
     damaged_bundle,
     expected_text,
 )
-from triton_repo.triton.directory import HEARTBEAT, MAX_SOCKET_PATH, PREFIX, own_directory
+from triton_repo.triton.guard import HEARTBEAT, MAX_SOCKET_PATH, PREFIX, own_directory
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import DRAIN_SECONDS, PORTS, ROOT, write_repository
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,17 @@ from runtime.decode.sequence import Chunk, Piece
 from runtime.serve.request import RequestFailure, UnavailableError
 from tests.triton_repo.servers import Server
 from triton_repo.triton import metrics as module
-from triton_repo.triton.metrics import COUNTER, GAUGE, HISTOGRAMS, Metrics, RequestTimes, series_names
+from triton_repo.triton.metrics import (
+    COUNTER,
+    COUNTERS,
+    GAUGE,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    PARTS,
+    PREFIX,
+    Metrics,
+)
 from triton_repo.triton.model import Responder
 from triton_repo.triton.requests import read_request
 from triton_repo.triton.tensors import INTERNAL, TEXT, UNAVAILABLE
@@ -24,6 +35,12 @@ from triton_repo.worker.service import Sender
 
 MONITORING = Path(__file__).parents[3] / "triton_repo" / "monitoring"
 Values = dict[tuple[str, ...], float]
+
+
+def series_names() -> list[str]:
+    """The names of all series, as ``/metrics`` shows them."""
+    histograms = [name + part for name in HISTOGRAMS for part in PARTS]
+    return [PREFIX + name for name in (*COUNTERS, *LABELLED, *GAUGES, *histograms)]
 
 
 class FakeFamily:
@@ -62,7 +79,7 @@ def values() -> Values:
 @pytest.fixture
 def metrics(values: Values, monkeypatch: pytest.MonkeyPatch) -> Metrics:
     monkeypatch.setattr(FakeFamily, "values", values, raising=False)
-    scheduler = SimpleNamespace(
+    scheduler: Any = SimpleNamespace(
         num_submitted=3,
         num_prefix_hit_tokens=47,
         num_waiting=2,
@@ -85,12 +102,13 @@ def test_a_histogram_is_what_prometheus_reads(metrics: Metrics, values: Values) 
 
 
 def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((12.0, 14.0, 14.0))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock, 20.0))
-    times = RequestTimes(metrics, 10.0)
-    for count in (1, 3, 4):
-        times.add(count)
-    times.finish("length")
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    sender: Any = Mock(arrived=clock.now)
+    request = read_request(TEXT, {"text_input": np.array([[b"x"]], object)})
+    responder = Responder(TEXT, request, 1, sender, metrics, str)
+    for clock.now, count, reason in ((12.0, 1, None), (13.0, 3, None), (14.0, 4, "length")):
+        responder(Chunk((Piece(5, "a", False),) * count, reason))
     assert values["ctc_tokens",] == 8
     assert values["ctc_time_to_first_token_seconds_sum",] == 2
     assert values["ctc_request_time_per_output_token_seconds_sum",] == pytest.approx(2 / 7)
@@ -101,9 +119,8 @@ def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytes
     assert counted == [3, 47]
     assert (values["ctc_num_requests_running",], values["ctc_kv_cache_usage_perc",]) == (1, 0.25)
     # A text of one token has no further ones.
-    single = RequestTimes(metrics, 10.0)
-    single.add(1)
-    single.finish("stop")
+    single = Responder(TEXT, request, 1, sender, metrics, str)
+    single(Chunk((Piece(5, "a", False),), "stop"))
     assert values["ctc_request_acceptance_length_count",] == 1
     assert values["ctc_time_to_first_token_seconds_count",] == 2
     assert values["ctc_requests",] == 3

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from runtime.core.errors import RequestError
 from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import Piece
-from triton_repo.triton.requests import error_message, read_request, response_tensors, scores_json
-from triton_repo.triton.tensors import OTHER_PROMPTS, TEXT, TOKENS, inputs_of
+from runtime.decode.sequence import Chunk, Piece
+from triton_repo.triton.model import Responder, scores_json
+from triton_repo.triton.requests import failure, read_request
+from triton_repo.triton.tensors import INVALID, OTHER_PROMPTS, TEXT, TOKENS, inputs_of
 
 
 def tensors(**values: Any) -> dict[str, Any]:
@@ -208,41 +210,55 @@ def test_missing_tensors() -> None:
 
 
 def test_errors_name_the_tensor() -> None:
-    assert error_message(TEXT, RequestError("must be 1", field="max_new_tokens")) == "max_tokens: must be 1"
-    assert (
-        error_message(TOKENS, RequestError("must not be empty", field="prompt"))
-        == "input_ids: must not be empty"
-    )
-    assert error_message(TEXT, RequestError("out of luck")) == "out of luck"
+    for interface, error, expected in (
+        (TEXT, RequestError("must be 1", field="max_new_tokens"), "max_tokens: must be 1"),
+        (TOKENS, RequestError("must not be empty", field="prompt"), "input_ids: must not be empty"),
+        (TEXT, RequestError("out of luck"), "out of luck"),
+    ):
+        assert failure(interface, error) == (INVALID, expected)
 
 
 @pytest.mark.parametrize("interface", [TEXT, TOKENS])
 def test_responses(interface: str) -> None:
-    completion: Any = "Ünï" if interface == TEXT else [5, 6]
-    response = response_tensors(
-        interface,
-        completion,
-        log_probs=[-0.5, -1.0],
-        tokens=["Ün", "ï"],
-        cum_log_prob=-3.5,
-        num_input_tokens=4,
-        num_cached_tokens=2,
-        num_output_tokens=7,
-        num_steps=3,
-        num_drafted_tokens=24,
-        num_accepted_tokens=5,
-        finish_reason="stop",
-        token_scores="[]",
-    )
+    """The last of two, which has the new tokens, and the counts of the whole output."""
+    sender: Any = Mock(arrived=0.0)
+    given = tensors(stream=True, return_log_probs=True, top_log_probs=1)
+    responder = Responder(interface, read_request(TEXT, given), 4, sender, Mock(), "<{}>".format)
+    pieces = [Piece(token, "a", token > 3, -0.5) for token in range(3)]
+    responder(Chunk(tuple(pieces), None, num_drafts=8, num_cached=2))
+    new = (Piece(5, "Ün", True, -0.5, ((5, -0.5),)), Piece(6, "ï", False, -1.0))
+    responder(Chunk(new, "stop", num_drafts=8))
+    (response,), flags = sender.send.call_args
+    assert flags == {"is_last": True}
     if interface == TEXT:
         assert response["text_output"].tolist() == ["Ünï".encode()]
     else:
         assert response["output_ids"].tolist() == [[5, 6]]
-    assert response["num_cached_tokens"].tolist() == [[2]]
-    assert response["acceptance_length"].tolist() == [[2.0]]
+    counts = {name: array.tolist() for name, array in response.items() if name.startswith("num_")}
+    assert counts == {
+        "num_input_tokens": [[4]],
+        "num_cached_tokens": [[2]],
+        "num_output_tokens": [[5]],
+        "num_steps": [[1]],
+        "num_drafted_tokens": [[16]],
+        "num_accepted_tokens": [[1]],
+    }
+    assert response["acceptance_length"].tolist() == [[4.0]]
     assert response["output_log_probs"].tolist() == [[-0.5, -1.0]]
-    assert response["cum_log_probs"].tolist() == [[-3.5]]
+    assert response["cum_log_probs"].tolist() == [[-3.0]]
     assert response["output_tokens"].tolist() == [["Ün".encode(), "ï".encode()]]
     assert response["finish_reason"].tolist() == [[b"stop"]]
-    assert response["token_scores"].tolist() == [[b"[]"]]
+    assert json.loads(response["token_scores"][0][0]) == [["Ün", -0.5, [["<5>", -0.5]]], ["ï", -1.0, []]]
     assert "prompt_scores" not in response
+
+
+def test_a_whole_answer_after_its_prompt() -> None:
+    """Nothing is sent before the end."""
+    sender: Any = Mock(arrived=0.0)
+    given = tensors(stream=False, exclude_input_in_output=False)
+    responder = Responder(TEXT, read_request(TEXT, given), 4, sender, Mock(), str)
+    responder(Chunk((Piece(1, " Two", False),), None))
+    assert not sender.send.called
+    responder(Chunk((Piece(2, ".", False),), "length"))
+    (response,), _ = sender.send.call_args
+    assert response["text_output"].tolist() == [b"How many? Two."]

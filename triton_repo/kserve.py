@@ -6,45 +6,39 @@ JSON of ``generate`` becomes inputs of a Triton model, and its outputs JSON, as 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from aiohttp import web
-from tritonclient.utils import InferenceServerException
+from msgspec import Meta
 
 from runtime.core.errors import RequestError, UserError
 from triton_repo.triton.grpc_client import stream_over
-from triton_repo.triton.tensors import CANCELLED, LEAST_LOG_PROB, MODELS, TensorInfo, inputs_of
-from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after, send_event
+from triton_repo.triton.tensors import LEAST_LOG_PROB, MODELS, TensorInfo, inputs_of
+from triton_repo.web import backend
+from triton_repo.web.access import Access, retry_after, send_event
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
     SERVED,
     Launcher,
-    NotReadyError,
     check_ready,
     check_serving,
-    count_requests,
-    failure_of,
+    events,
     metrics,
 )
-from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
-from triton_repo.web.request_log import RECORD, log_requests
+from triton_repo.web.json_body import BOOL, Kind, read_json, shown
+from triton_repo.web.request_log import RECORD
 
-
-def _whole(least: int, most: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value <= most
-
-
-# What a value of each type may be, in words and as a check.
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "TYPE_STRING": ("a string", lambda value: isinstance(value, str)),
-    "TYPE_BOOL": ("true or false", lambda value: isinstance(value, bool)),
-    "TYPE_FP32": ("a number", lambda value: type(value) in (int, float) and abs(value) < 3.4e38),
-    "TYPE_INT32": ("a whole number of 32 bits", _whole(-(2**31), 2**31 - 1)),
-    "TYPE_UINT64": ("a whole number between 0 and 2^64 - 1", _whole(0, 2**64 - 1)),
+# What a value of each type may be. The range of the largest numbers is checked where tensors are made.
+KINDS = {
+    "TYPE_STRING": Kind(str, "a string"),
+    "TYPE_BOOL": BOOL,
+    "TYPE_FP32": Kind(Annotated[float, Meta(gt=-3.4e38, lt=3.4e38)], "a number"),
+    "TYPE_INT32": Kind(Annotated[int, Meta(ge=-(2**31), lt=2**31)], "a whole number of 32 bits"),
+    "TYPE_UINT64": Kind(int, "a whole number between 0 and 2^64 - 1"),
 }
 
 
@@ -61,13 +55,13 @@ def read_inputs(interface: str, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value(info: TensorInfo, value: Any) -> Any:
-    expected, is_one = KINDS[info.triton_type]
+def _value(info: TensorInfo, value: Any) -> list[Any]:
+    kind, words = KINDS[info.triton_type]
+    words = words if info.size == 1 else f"{words}, or a list of them"
     values = value if isinstance(value, list) else [value]
-    if all(map(is_one, values)) and (info.size == -1 or len(values) == 1):
-        return values
-    expected = expected if info.size == 1 else f"{expected}, or a list of them"
-    raise RequestError(f"must be {expected}, got {shown(value)}", field=info.name)
+    if info.size == 1 and len(values) != 1:
+        raise RequestError(f"must be {words}, got {shown(value)}", field=info.name)
+    return [Kind(kind, words).read(info.name, each) for each in values]
 
 
 def write_outputs(model: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,12 +87,7 @@ CURL_TYPE = "application/x-www-form-urlencoded"
 def make_app(launcher: Launcher, access: Access) -> web.Application:
     """The application. access: who may ask"""
     open_paths = (LIVE_PATH, READY_PATH, METRICS_PATH, *(f"/v2/models/{name}/ready" for name in MODELS))
-    app = web.Application(
-        client_max_size=MAX_BODY_BYTES,
-        middlewares=[*middlewares(access, _refuse, open_paths), count_requests, _errors],
-    )
-    launcher.attach(app)
-    log_requests(app)
+    app = backend.make_app(access, _refuse, open_paths, launcher)
     app.add_routes(
         [
             web.get(LIVE_PATH, _live),
@@ -163,63 +152,33 @@ async def _generate_stream(request: web.Request) -> web.StreamResponse:
     """Answer with server-sent events. An error before the first of them has an HTTP status."""
     model, inputs = await _read(request)
     async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
-        first, record = await anext(responses), request[RECORD]
-        record.add(first)
-        response = await begin_events(request)
-        try:
+        first = await anext(responses)
+        request[RECORD].add(first)
+        async with events(request, lambda _, error: {"error": str(error)}) as response:
             await send_event(response, write_outputs(model, first))
-            try:
-                async for outputs in responses:
-                    record.add(outputs)
-                    await send_event(response, write_outputs(model, outputs))
-            except InferenceServerException as error:
-                status, found = await failure_of(error, request)
-                record.fail(status)
-                await send_event(response, {"error": str(found)})
-            await response.write_eof()
-        except ConnectionResetError:
-            record.reason = CANCELLED
+            async for outputs in responses:
+                request[RECORD].add(outputs)
+                await send_event(response, write_outputs(model, outputs))
         return response
 
 
-def _model_name(request: web.Request) -> str:
-    """The model of a request: one that is served, or of a repository of the user's. Raises HTTPNotFound."""
-    model = request.match_info["model"]
-    if model in MODELS and model not in request.app[SERVED]:
-        raise _not_served(request)
+def _model_name(request: web.Request, *, is_ours: bool = False) -> str:
+    """The model of a request: one that is served, or of a repository of the user's unless it has to be ours.
+
+    Raises HTTPNotFound.
+    """
+    model, served = request.match_info["model"], request.app[SERVED]
+    if model not in served and (is_ours or model in MODELS):
+        text = f"model: must be one of {', '.join(served)}, got {shown(model)}"
+        raise web.HTTPNotFound(text=text)
     return model
-
-
-def _not_served(request: web.Request) -> web.HTTPNotFound:
-    served: Sequence[str] = request.app[SERVED]
-    model = shown(request.match_info["model"])
-    return web.HTTPNotFound(text=f"model: must be one of {', '.join(served)}, got {model}")
 
 
 async def _read(request: web.Request) -> tuple[str, dict[str, Any]]:
     """The model and the inputs of a request. Raises RequestError, NotReadyError."""
-    model = _model_name(request)
-    if model not in MODELS:
-        raise _not_served(request)
+    model = _model_name(request, is_ours=True)
     check_serving(request, model)
     return model, read_inputs(MODELS[model], await read_json(request, also=(CURL_TYPE,)))
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in Triton's form."""
-    try:
-        return await handler(request)
-    except NotReadyError as error:
-        return _refuse(503, error)
-    except RequestError as error:
-        return _refuse(400, error)
-    except MediaTypeError as error:
-        return _refuse(415, error)
-    except web.HTTPException as error:
-        return _refuse(error.status, UserError(error.text or error.reason))
-    except InferenceServerException as error:
-        return _refuse(*await failure_of(error, request))
 
 
 def _refuse(status: int, error: UserError) -> web.Response:
