@@ -34,22 +34,16 @@ __all__ = [
     "SpeculativeDecoder",
     "UserError",
 ]
-# The module of every name.
+# Where those are defined that are no errors.
 _MODULES = {
-    "BundleError": "runtime.core.errors",
-    "CacheMemoryError": "runtime.core.errors",
-    "DeviceError": "runtime.core.errors",
-    "DeviceMemoryError": "runtime.core.errors",
     "Grammar": "runtime.decode.grammar",
-    "RequestError": "runtime.core.errors",
     "SamplingParams": "runtime.decode.sampling_params",
     "Scheduler": "runtime.serve.scheduler",
     "SpeculativeDecoder": "runtime.decoder",
-    "UserError": "runtime.core.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "runtime.core.errors")), name)

@@ -88,7 +88,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(text: str) -> int:
-    """Print a text; returns the exit status."""
     print(text)
     return 0
 

@@ -5,8 +5,7 @@
         print(chunk.text, end="", flush=True)
 
 The output is the target model's own, whatever the draft head proposes: greedy, token for token the same;
-sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step of all texts, and
-``runtime.decode.step.HostStep.step`` is that step on the host.
+sampled, with the same seed, the same draws. ``runtime.decode.step.HostStep.step`` is a step on the host.
 """
 
 import logging
@@ -15,15 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.core.bundle import (
-    DRAFT,
-    GRAPH_STEP,
-    HOST_STEP,
-    MAX_NUM_NODES,
-    PLAIN,
-    STEPS,
-    Bundle,
-)
+from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Search
 from runtime.core.options import (
@@ -40,8 +31,7 @@ from runtime.core.options import (
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.prompts import Prompt
 from runtime.decode.batch import Batch
-from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
-from runtime.decode.head_trust import PastTexts
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, PastTexts
 from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
@@ -96,8 +86,7 @@ class SpeculativeDecoder:
 
         method: one of ``runtime.core.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
         num_nodes: draft nodes that a step verifies for each sequence; by default as many as pay for
-            themselves (``runtime.decode.budget``), by step times that are measured here. Where all drafts
-            come from the text, it is DEFAULT_NUM_NODES by default.
+            themselves (``runtime.decode.budget``), or DEFAULT_NUM_NODES where all drafts come from the text
         search: makes a tree of a parallel head's lattice; others than the default are for comparison
         tree: ``tree``, or ``chain`` for drafts that are verified in a row, the best path of at most
             ``num_nodes``
@@ -112,7 +101,6 @@ class SpeculativeDecoder:
         prompt_lookup: whether drafts also come from earlier places of the text; without a draft head, they
             come from there alone. None: beside those of a draft head, in steps where they can
         prefix_cache_mb: MiB of keys and values that are kept for later prompts with the same beginning
-            (``runtime.decode.prefix_cache``); 0 for none
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -136,7 +124,8 @@ class SpeculativeDecoder:
         _check_search(tree, search, step, target_model)
         if tree == CHAIN:
             search = chain_search
-        _check_kept_nodes(bundle, method, kept_nodes)
+        if kept_nodes is not None:
+            _check_kept_nodes(bundle, method)
         prompt_lookup = choose_prompt_lookup(bundle.manifest, method, step, prompt_lookup, tree=tree)
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
@@ -190,8 +179,7 @@ class SpeculativeDecoder:
         """Measure the times of steps, and verify as many nodes from now on as pay for themselves."""
         spec = bundle.manifest.drafter
         # The calibration was fitted to the scores of the prefix search; another search's mean something else.
-        has_calibration = spec is not None and search in (prefix_search, chain_search)
-        calibration = spec.calibration if spec is not None and has_calibration else None
+        calibration = spec.calibration if spec and search in (prefix_search, chain_search) else None
         sizes = self.batch.runner.tree_sizes
         new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
         step_ms = measure_step_ms(self.batch, new_sequence)
@@ -317,12 +305,9 @@ def _check_search(tree: str, search: Search, step: str, target_model: TargetMode
         raise RequestError("graph steps have a search and a target model of their own", field="step")
 
 
-def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> None:
+def _check_kept_nodes(bundle: Bundle, method: str) -> None:
     """Raises RequestError where no draft head prunes trees."""
     spec = bundle.manifest.drafter
-    prunes = method == DRAFT and spec is not None and spec.drafts_in_verify_pass
-    if kept_nodes is not None and not prunes:
-        raise RequestError(
-            "is for streams that draft in the verify pass, which this decoder does not have",
-            field="kept_nodes",
-        )
+    if method == PLAIN or spec is None or not spec.drafts_in_verify_pass:
+        problem = "is for streams that draft in the verify pass, which this decoder does not have"
+        raise RequestError(problem, field="kept_nodes")

@@ -10,11 +10,16 @@ completions of several prompts begin with a line ``=== 1 of 3: ...`` each.
 """
 
 import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
-from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
+from runtime.core.cli import AUTO, Parser, at_least, coloured, exit_status, num_nodes
 from runtime.core.errors import RequestError
 from runtime.core.options import EBNF, JSON_SCHEMA, REGEX, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts, read_text, stdin_text
@@ -22,33 +27,17 @@ from runtime.decode.sampling_params import SamplingParams, add_sampling_options,
 
 if TYPE_CHECKING:
     from runtime.decode.grammar import Grammar
+    from runtime.decode.sequence import Chunk, Piece
+    from runtime.decoder import SpeculativeDecoder
+
+DRAFTED, RESET = "\033[32m", "\033[0m"
+# Of a prompt, this many characters are in the line before its completion.
+TITLE_LENGTH = 60
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-
-    def command() -> int:
-        sampling = SamplingParams(**sampling_settings(args), log_probs=args.log_probs)
-        if args.prompts:
-            prompts = read_prompts(args.prompts)
-        else:
-            prompts = [Prompt(stdin_text() if args.prompt == "-" else args.prompt)]
-        if args.raw:
-            for number, prompt in enumerate(prompts, 1):
-                if prompt.before:
-                    raise RequestError(
-                        f"--raw: expected prompts of one text, got {len(prompt.before) + 1} messages in "
-                        f"prompt {number} of {args.prompts}, which only the chat template joins"
-                    )
-            prompts = [Prompt(prompt.text, raw=True) for prompt in prompts]
-        prompts = [prompt.with_system(args.system) for prompt in prompts]
-        grammar = read_grammar(args)
-        bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
-        from runtime.terminal.completions import generate  # imports numba and ONNX Runtime
-
-        return generate(args, bundle, prompts, sampling, grammar)
-
-    return exit_status("generate", command)
+    return exit_status("generate", lambda: generate(args))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -74,12 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     guide.add_argument("--regex", help="the text has to match this regular expression as a whole")
     add_sampling_options(parser)
     add = parser.add_argument_group("drafting", "None of these changes the text.").add_argument
-    add(
-        "--method",
-        type=current_method,
-        choices=METHODS,
-        help="default: draft, if the bundle has a head",
-    )
+    add("--method", type=current_method, choices=METHODS, help="default: draft, if the bundle has a head")
     text_of = "draft nodes verified a step (default %(default)s: what pays; 8 without a head)"
     add("--num-nodes", type=num_nodes, default=AUTO, metavar="N", help=text_of)
     text_of = "chain: verify the best path alone (default: tree)"
@@ -126,6 +110,167 @@ def read_grammar(args: argparse.Namespace) -> "Grammar | None":
             except RequestError as error:
                 raise RequestError(error.problem, field=flag) from error
     return None
+
+
+def given_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The prompts of the command line. Raises RequestError."""
+    if args.prompts:
+        prompts = read_prompts(args.prompts)
+    else:
+        prompts = [Prompt(stdin_text() if args.prompt == "-" else args.prompt)]
+    if args.raw:
+        for number, prompt in enumerate(prompts, 1):
+            if prompt.before:
+                raise RequestError(
+                    f"--raw: expected prompts of one text, got {len(prompt.before) + 1} messages in "
+                    f"prompt {number} of {args.prompts}, which only the chat template joins"
+                )
+        prompts = [Prompt(prompt.text, raw=True) for prompt in prompts]
+    return [prompt.with_system(args.system) for prompt in prompts]
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Decode the prompts and print their completions; returns the exit status.
+
+    Raises RequestError before the first is decoded if any of them cannot be.
+    """
+    sampling = SamplingParams(**sampling_settings(args), log_probs=args.log_probs)
+    prompts = given_prompts(args)
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop_strings": args.stop,
+        "sampling": sampling,
+        "grammar": read_grammar(args),
+    }
+    bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
+    from tqdm import tqdm
+
+    from runtime.decoder import SpeculativeDecoder, encode_prompts  # imports numba and ONNX Runtime
+    from runtime.device.plan import explain_size
+
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle,
+        method=args.method,
+        num_nodes=args.num_nodes,
+        tree=args.tree,
+        num_threads=args.threads,
+        step=args.step,
+        device=args.device,
+        kept_nodes=args.kept_nodes,
+        prompt_lookup=args.prompt_lookup,
+    )
+    if args.num_nodes is not None:
+        _, line = explain_size(bundle, decoder.batch.runner, args.method, args.num_nodes)
+        if line:
+            print(f"generate: {line}", file=sys.stderr)
+    if args.prompts:
+        encoded = encode_prompts(decoder, prompts, where=f"{args.prompts}:", **options)
+    else:
+        encoded = [decoder.prompt_tokenizer.encode_prompt(prompt) for prompt in prompts]
+    if args.json:
+        bar = tqdm(prompts, unit="prompt", disable=len(prompts) == 1 or not sys.stderr.isatty())
+        for index, prompt in enumerate(bar):
+            row = {"index": index, "prompt": prompt.text, **complete(decoder, encoded[index], options)}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+        return 0
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompts) > 1:
+            print(f"{chr(10) * (number > 1)}=== {number} of {len(prompts)}: {_title(prompt.text)}")
+        chunks = decoder.stream(encoded[number - 1], **options)
+        printed = print_stream(chunks, show_drafts=coloured(args.show_drafts))
+        print(printed.summary(), file=sys.stderr)
+    return 0
+
+
+def _title(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TITLE_LENGTH else f"{line[:TITLE_LENGTH]}..."
+
+
+def complete(
+    decoder: "SpeculativeDecoder", prompt_ids: Sequence[int], options: dict[str, Any]
+) -> dict[str, Any]:
+    chunks = []
+    times = []
+    for chunk in decoder.stream(prompt_ids, **options):
+        chunks.append(chunk)
+        times.append(time.perf_counter())
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    steps, decoded = len(chunks) - 1, len(pieces) - 1
+    log_probs = {"log_probs": [piece.log_prob for piece in pieces]} if options["sampling"].log_probs else {}
+    return {
+        "text": "".join(piece.text for piece in pieces),
+        "token_ids": [piece.token_id for piece in pieces],
+        **log_probs,
+        "num_steps": steps,
+        "beta": round(decoded / steps, 4) if steps else None,
+        "ms_per_token": round(1000 * (times[-1] - times[0]) / decoded, 4) if decoded else None,
+        "finish_reason": chunks[-1].finish_reason,
+    }
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A text that was streamed to stdout.
+
+    steps: steps after the first token, which comes with the prompt
+    drafted: how many of its tokens the draft head proposed
+    prefill_seconds, decode_seconds: until the first token, and from there to the end
+    finish_reason: of the last chunk; None for a text that was stopped, which may have no token yet
+    """
+
+    text: str
+    tokens: int
+    steps: int
+    drafted: int
+    prefill_seconds: float
+    decode_seconds: float
+    finish_reason: str | None
+
+    def summary(self) -> str:
+        """Tokens, time, speed, and tokens a step in one line."""
+        line = f"{self.tokens} tokens, prompt read in {1000 * self.prefill_seconds:.0f} ms"
+        if self.steps and self.decode_seconds:
+            decoded = self.tokens - 1
+            line += (
+                f", {1000 * self.decode_seconds / decoded:.2f} ms/token ({decoded / self.decode_seconds:.0f} "
+                f"tokens/s), {decoded / self.steps:.2f} tokens a step, {self.drafted} drafted"
+            )
+        return line
+
+
+def print_stream(chunks: "Iterable[Chunk]", *, show_drafts: bool) -> Printed:
+    """Print text as it is accepted.
+
+    show_drafts: whether to colour the tokens that the draft head proposed
+    """
+    began = first = time.perf_counter()
+    pieces: list[Piece] = []
+    steps, reason = -1, None
+    try:
+        for chunk in chunks:
+            if steps < 0:
+                first = time.perf_counter()
+            steps += 1
+            pieces += chunk.pieces
+            for piece in chunk.pieces:
+                is_coloured = show_drafts and piece.drafted and piece.text
+                print(f"{DRAFTED}{piece.text}{RESET}" if is_coloured else piece.text, end="")
+            sys.stdout.flush()
+            reason = chunk.finish_reason
+        ended = time.perf_counter()
+    finally:
+        if pieces:  # also where an error follows the beginning of a text
+            print()
+    return Printed(
+        text="".join(piece.text for piece in pieces),
+        tokens=len(pieces),
+        steps=steps,
+        drafted=sum(piece.drafted for piece in pieces),
+        prefill_seconds=first - began,
+        decode_seconds=ended - first,
+        finish_reason=reason,
+    )
 
 
 if __name__ == "__main__":

@@ -70,10 +70,7 @@ class PromptTokenizer:
         return tokenizer
 
     def read_files(self) -> None:
-        """Read what is read otherwise when the first conversation comes, so that a server needs no file then.
-
-        Raises BundleError.
-        """
+        """Read what the first conversation needs, so that a server needs no file then. Raises BundleError."""
         _ = self.template, self._literal
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
@@ -189,10 +186,8 @@ class Detokenizer:
 
     Text is held back while it ends in a part of a character, or in the beginning of a stop string.
     The joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
-    replaces every byte of such a run, while here the whole characters at its start were already emitted.
-
-    The DecodeStream of tokenizers 0.23 is not used: under byte fallback, invalid UTF-8 makes it raise an
-    error, or emit a replacement for a byte whose text it has already emitted.
+    replaces every byte of such a run, while here the whole characters at its start were already emitted. The
+    DecodeStream of tokenizers 0.23 raises an error there, or emits a byte's replacement a second time.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str]):

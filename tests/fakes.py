@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decode.batch import Batch
 from runtime.decode.budget import FixedBudget, NodeBudget
-from runtime.decode.proposers.base import NOTHING, Proposer, swap_entries
+from runtime.decode.proposers.base import Proposer, swap_entries
 from runtime.decode.sequence import Chunk, SequenceFactory
 from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
@@ -70,7 +70,7 @@ def known_texts(texts: Sequence[Sequence[int]]) -> Truth:
     return truth
 
 
-class OracleProposer:
+class OracleProposer(Proposer):
     """Drafts the true continuation, for a few tokens, among wrong branches; now and then nothing true.
 
     The wrong branches go on with what is true after the right one, so that a node that is accepted in spite
@@ -111,9 +111,6 @@ class OracleProposer:
 
     def swap(self, first: int, second: int) -> None:
         swap_entries(self.contexts, first, second)
-
-    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        return NOTHING
 
     def load_context(
         self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]

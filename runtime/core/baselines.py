@@ -3,15 +3,15 @@
 ``paper_search`` is the CTC transform of the seed paper (CTC-drafter: Wen, Gui, Feng, 2024, section 3.3). It
 takes the top-k entries of every frame, blank among them, expands a fixed tree of raw paths, collapses every
 path, drops duplicates and corrects the attention mask. Several raw paths that collapse alike waste each
-other's places, and a collapsed prefix is known only by the probability of single paths.
-
-``medusa_search`` is Medusa's fixed tree over the ranks of independent heads' labels (arXiv 2401.10774).
-``uncollapsed_search`` is the prefix search without collapsing, which measures what collapsing is worth.
+other's places, and a collapsed prefix is known only by the probability of single paths. ``medusa_search`` is
+Medusa's (arXiv 2401.10774). ``uncollapsed_search`` measures what collapsing is worth.
 """
 
 import heapq
+from collections.abc import Mapping
 from functools import cache
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -76,35 +76,32 @@ def paper_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenT
 
 def _collapsed_tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int) -> TokenTree:
     """The best drafts whose parents are kept as well."""
-    index: dict[tuple[int, ...], int] = {(): 0}
-    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
     # A prefix may score above its own parent here: sort by the weakest of its ancestors.
     weakest: dict[tuple[int, ...], float] = {(): 1.0}
     for prefix in sorted(scores, key=len):
         weakest[prefix] = min(scores[prefix], weakest[prefix[:-1]])
-    for prefix in sorted(scores, key=lambda p: (-weakest[p], len(p)))[:num_nodes]:
-        index[prefix] = len(tokens)
-        tokens.append(prefix[-1])
-        parents.append(index[prefix[:-1]])
-        depths.append(len(prefix))
-        log_probs.append(float(np.log(weakest[prefix])))
-    return _tree(tokens, parents, depths, log_probs)
+    kept = sorted(scores, key=lambda p: (-weakest[p], len(p)))[:num_nodes]
+    return _tree(root_token, {prefix: (prefix[-1], float(np.log(weakest[prefix]))) for prefix in kept})
 
 
-def _tree(tokens: list[int], parents: list[int], depths: list[int], log_probs: list[float]) -> TokenTree:
-    numbers = np.array([tokens, parents, depths], np.int64)
+def _tree(root_token: int, nodes: Mapping[Any, tuple[int, float]]) -> TokenTree:
+    """The tree of some paths, a parent before its children; by path its last token and log-probability."""
+    place = {path: node for node, path in enumerate(nodes, 1)}
+    parents = [ROOT_PARENT, *(place.get(path[:-1], 0) for path in nodes)]
+    tokens = [root_token, *(token for token, _ in nodes.values())]
+    log_probs = [0.0, *(log_prob for _, log_prob in nodes.values())]
+    numbers = np.array([tokens, parents, [0, *map(len, nodes)]], np.int64)
     return TokenTree(numbers[0], numbers[1], numbers[2], np.array(log_probs))
 
 
 # Medusa's sparse tree for Vicuna-7B (arXiv 2401.10774, ``mc_sim_7b_63``): for every node, the rank of
 # the label that each head contributes, in the order in which its authors' search added them. Written
-# as strings of digits; "010" is head 1's best label, head 2's second, head 3's best.
-_MEDUSA_63_RANKS = (
+# as digits; "010" is head 1's best label, head 2's second, head 3's best.
+MEDUSA_63 = (
     "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
     "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
     "101 021 90 060 0001 16 070"
 )
-MEDUSA_63 = tuple(_MEDUSA_63_RANKS.split())
 
 
 def medusa_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
@@ -113,21 +110,17 @@ def medusa_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> Token
     A node's score is the product of its labels' probabilities: the heads are independent.
     """
     num_frames, width = lattice.frame_tokens.shape
-    index = {"": 0}
-    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
-    for path in MEDUSA_63:
-        rank = int(path[-1])
-        if len(index) > num_nodes:
+    nodes: dict[str, tuple[int, float]] = {}
+    for path in MEDUSA_63.split():
+        frame, rank, above = len(path) - 1, int(path[-1]), path[:-1]
+        if len(nodes) == num_nodes:
             break
-        if len(path) > num_frames or rank >= width or path[:-1] not in index:
+        if frame >= num_frames or rank >= width or (above and above not in nodes):
             continue
-        parent = index[path[:-1]]
-        index[path] = len(tokens)
-        tokens.append(int(lattice.frame_tokens[len(path) - 1, rank]))
-        parents.append(parent)
-        depths.append(len(path))
-        log_probs.append(log_probs[parent] + float(lattice.frame_logprobs[len(path) - 1, rank]))
-    return _tree(tokens, parents, depths, log_probs)
+        log_prob = nodes[above][1] if above else 0.0
+        log_prob += float(lattice.frame_logprobs[frame, rank])
+        nodes[path] = int(lattice.frame_tokens[frame, rank]), log_prob
+    return _tree(root_token, nodes)
 
 
 def uncollapsed_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:

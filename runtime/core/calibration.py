@@ -20,42 +20,34 @@ EDGE = 1e-9
 MEMORY = 0.95
 FITTED_WEIGHT = 16.0
 MAX_SHIFT = 2.0
-# A calibration that follows what is decoded, for compiled functions: its a and b, and the weight of its
-# evidence.
+# For compiled functions: a calibration's a and b, and the weight of its evidence.
 RUNNING = np.dtype([("a", np.float64), ("b", np.float64), ("weight", np.float64)])
 
 
 def calibrate(prefix_probs: ArrayLike, a: float, b: float) -> NDArray[np.float64]:
     """Acceptance probabilities, of any shape. Example: a = 2, b = 0 takes 0.2 to 1/17."""
-    probs = np.asarray(prefix_probs, np.float64)
-    found: NDArray[np.float64] = _calibrate(probs.ravel(), a, b).reshape(probs.shape)
-    return found
+    return sigmoid(a * logit(prefix_probs) + b)
+
+
+def logit(probs: ArrayLike) -> NDArray[np.float64]:
+    inside = np.clip(np.asarray(probs, np.float64), EDGE, 1 - EDGE)
+    return np.log(inside) - np.log1p(-inside)
+
+
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(-np.logaddexp(0, -logits))
 
 
 # Compiled, because every step calls it for a few numbers, which takes numpy ten calls.
 @njit(cache=True)
-def _calibrate(probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.float64]:
-    found = np.empty(probs.size)
-    for index in range(probs.size):
-        found[index] = _calibrate_one(probs[index], a, b)
-    return found
-
-
-@njit(cache=True)
-def _calibrate_one(prob: float, a: float, b: float) -> float:
-    prob = min(max(prob, EDGE), 1 - EDGE)
-    x = a * (np.log(prob) - np.log1p(-prob)) + b
-    found: float = 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
-    return found
-
-
-@njit(cache=True)
 def calibrate_logs(running: Any, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Acceptance probabilities by a ``RUNNING``, for logarithms of prefix probabilities [B, N]."""
+    """``calibrate`` by a ``RUNNING``, for logarithms of prefix probabilities [B, N]."""
     found = np.empty(log_probs.shape)
     for row in range(log_probs.shape[0]):
         for index in range(log_probs.shape[1]):
-            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), running["a"], running["b"])
+            prob = min(max(np.exp(log_probs[row, index]), EDGE), 1 - EDGE)
+            x = running["a"] * (np.log(prob) - np.log1p(-prob)) + running["b"]
+            found[row, index] = 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
     return found
 
 
@@ -77,7 +69,7 @@ class RunningCalibration:
     """A calibration that begins as (a, b); then b follows what is decoded.
 
     A head underestimates some texts and overestimates others: code that repeats itself, a kind of question it
-    was not trained on. Each verify step is one Newton step on b of the logistic loss.
+    was not trained on.
 
     state: ``RUNNING`` [1]
     """
@@ -90,18 +82,7 @@ class RunningCalibration:
         return float(self.state["b"][0])
 
     def predict(self, prefix_probs: ArrayLike) -> NDArray[np.float64]:
-        """Acceptance probabilities, of any shape."""
         return calibrate(prefix_probs, float(self.state["a"][0]), self.b)
 
     def update(self, predicted: NDArray[np.float64], num_accepted: int) -> None:
-        """predicted: what ``predict`` said of a step's nodes [N]; num_accepted: of them."""
         follow_accepted(self.state[0], predicted, num_accepted)
-
-
-def logit(probs: ArrayLike) -> NDArray[np.float64]:
-    inside = np.clip(np.asarray(probs, np.float64), EDGE, 1 - EDGE)
-    return np.log(inside) - np.log1p(-inside)
-
-
-def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.exp(-np.logaddexp(0, -logits))

@@ -1,14 +1,11 @@
 """Expanding a token tree level by level, from the children that an autoregressive draft head reports.
 
-A node's score is the probability of its whole path, the product of the children's probabilities on the way.
-No child scores above its parent, so the best nodes found so far are always a tree. Levels are expanded as in
-EAGLE-2 (Li et al., arXiv 2406.16858): the best nodes of the newest level, at most ``beam_width`` of them. A
-node that cannot have a child among the best ``num_nodes`` is not expanded, so with a wide enough beam the
-result is exactly the best tree that the head knows. A level costs one pass of the head, whatever it holds:
-expansion may end where a draft is too unlikely to be accepted that far.
-
-``expand_tree`` is the loop over the levels. ``LevelPasses`` runs their passes: an engine of the runtime does,
-and a head in PyTorch.
+A node's score is the probability of its whole path, so no child scores above its parent, and the best nodes
+found so far are always a tree. Levels are expanded as in EAGLE-2 (Li et al., arXiv 2406.16858): the best
+nodes of the newest level, at most ``beam_width`` of them. A node that cannot have a child among the best
+``num_nodes`` is not expanded, so with a wide enough beam the result is exactly the best tree that the head
+knows. A level costs one pass of the head, whatever it holds: expansion may end where a draft is too unlikely
+to be accepted that far.
 """
 
 from dataclasses import dataclass
@@ -28,25 +25,19 @@ NUM_COLUMNS = 5
 
 @dataclass(frozen=True)
 class Frontier:
-    """F nodes to expand, best first.
+    """F nodes to expand, best first."""
 
-    parents: [F] int64, for each node the index of its parent among the nodes of the pass before
-    tokens: [F] int64
-    """
-
-    parents: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    parents: NDArray[
+        np.int64
+    ]  # [F], for each node the index of its parent among the nodes of the pass before
+    tokens: NDArray[np.int64]  # [F]
 
 
 class Children(NamedTuple):
-    """The children of F nodes that may become drafts, best first.
+    """The children of F nodes that may become drafts, best first."""
 
-    tokens: [F, K] int64
-    log_probs: [F, K] float32
-    """
-
-    tokens: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
+    tokens: NDArray[np.int64]  # [F, K]
+    log_probs: NDArray[np.float32]  # [F, K]
 
 
 class LevelPasses(Protocol):

@@ -9,9 +9,8 @@ in its last label. Then
     psi(prefix + k) = sum_t p_t(k | last) * (ends_blank[t-1] + [k != last] * ends_label[t-1]).
 
 Where the lattice has a transition, p_t depends on the last label of the prefix, which every prefix knows. So
-the recursion stays exact, and transitions are computed only for labels that became nodes. A parent's prefix
-probability is at least its child's. Therefore the N best prefixes form a tree, and taking the best prefix of
-the frontier N times finds them exactly, up to ``NEGLIGIBLE``.
+the recursion stays exact. A parent's prefix probability is at least its child's. Therefore the N best
+prefixes form a tree, and taking the best prefix of the frontier N times finds them, up to ``NEGLIGIBLE``.
 """
 
 import numpy as np
@@ -35,10 +34,9 @@ def kept_prefixes(num_nodes: int) -> int:
 
 
 def prefix_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
-    """The ``num_nodes`` most probable collapsed prefixes (fewer if no more have any probability).
+    """The ``num_nodes`` most probable collapsed prefixes (fewer if no more have any probability), best first.
 
-    Nodes come in descending order of probability, so the first n are the best n. Exact over the labels that
-    the lattice holds. Compiled; the profiler shows its time as ``search``.
+    Exact over the labels that the lattice holds.
     """
     return search_tree(lattice, root_token, num_nodes, with_blanks=True)
 
@@ -46,8 +44,7 @@ def prefix_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> Token
 def chain_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """A tree of one path, for engines that verify drafts in a row and to measure what branches are worth.
 
-    Takes the most probable prefix of one label, then its most probable child, and so on, ``num_nodes`` times
-    at most. Exact over the labels that the lattice holds, as ``prefix_search`` is.
+    Takes the most probable prefix of one label, then its most probable child, and so on.
     """
     return search_tree(lattice, root_token, num_nodes, with_blanks=True, is_chain=True)
 

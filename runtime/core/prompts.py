@@ -12,8 +12,7 @@ A message has a role and a content:
     {"from": "human", "value": "Hi"}       ShareGPT
 
 The content is text, or a list of parts {"type": "text", "text": "Hi"}. In OpenAI's form there may also be
-calls of tools, and messages of the role ``tool`` with what a tool has returned. A message with calls may have
-no content.
+calls of tools, which may have no content, and messages of the role ``tool`` with what a tool has returned.
 """
 
 import json

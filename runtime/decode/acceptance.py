@@ -1,37 +1,32 @@
 """Acceptance: the longest path of a tree that the target model itself would have written.
 
-The text never depends on what was proposed, which only decides how many tokens one pass gives.
-``GreedyAcceptor`` follows the target model's most probable tokens. ``Sampler`` draws the token at every node
-from the target model's distribution there; if a child has the token, the walk descends to it, otherwise the
-token is the bonus token.
+The text never depends on what was proposed, which only decides how many tokens one pass gives. At every node
+a token is chosen: the target model's most probable one, or one drawn from its distribution there. If a child
+has the token, the walk descends to it, otherwise the token is the bonus token.
 
 A draw is inverse-transform sampling: one uniform number u in [0, 1), and the first token of the vocabulary,
 in its order, at which the cumulative probability of the filtered distribution exceeds u. Another rounding of
 the logits changes a draw with about the probability by which it changes the cumulative distribution. The
-number of the i-th new token comes from a counter-based generator (Philox-4x64-10: Salmon et al., 2011) keyed
-by (seed, i). So a seed gives the same text with and without speculation, and alone or in a batch; one number
-for each token can also be drawn on a device.
-
-Scores say how probable the target model finds tokens, and which ones it finds most probable in their place.
+number of the i-th new token comes from a counter-based generator (Philox-4x64-10: Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", 2011) keyed by (seed, i). So a seed gives the same text with and without
+speculation, and alone or in a batch; one number for each token can also be drawn on a device.
 """
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.bundle import MAX_GRAPH_TOP_K
-from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.grammar import GrammarState
-from runtime.decode.sampling_params import GRAPH_OPTIONS, SamplingParams, require
+from runtime.decode.sampling_params import GRAPH_OPTIONS, GREEDY, SamplingParams, require
 
-# Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): ten rounds of two
-# multiplications to 128 bits mix a counter with a key, so any number is computed without those before it.
+# Philox-4x64-10: ten rounds of two multiplications to 128 bits mix a counter with a key, so any number is
+# computed without those before it.
 ROUNDS = 10
 # The multipliers, and what the words of the key grow by in each round. In compiled code a product of an
 # unsigned and a signed integer is a float, so every constant has its type.
@@ -56,7 +51,7 @@ class TokenScore:
 
 
 def score_tokens(logits: NDArray[np.float32], tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The scores of tokens [N] that follow the positions of ``logits`` [N, V]."""
+    """The scores of tokens [N] that follow ``logits`` [N, V]."""
     scores = []
     for row, token in zip(logits, tokens, strict=True):
         shifted = row.astype(np.float64) - row.max()
@@ -89,37 +84,21 @@ class Acceptance:
     scores: tuple[TokenScore, ...] = ()
 
 
-@dataclass(frozen=True)
-class GraphSampling:
-    """How a graph on a device draws a sequence's tokens; the numbers are as in ``SamplingParams``.
-
-    log_probs: whether the tokens' log-probabilities are wanted
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    log_probs: bool = False
-
-
-class Acceptor(Protocol):
+class Acceptor:
     """Chooses the tokens of one sequence, tree after tree.
 
     needs_logits: whether ``accept`` reads logits
     graph_sampling: how a graph on a device may choose them instead; None where only ``accept`` can
     """
 
-    needs_logits: bool
-    graph_sampling: GraphSampling | None
+    needs_logits = False
+    graph_sampling: SamplingParams | None = None
 
     def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
-        """Write the numbers [P] that the next tokens are drawn with."""
-        ...
+        """Write the numbers [P] that the next tokens are drawn with, if any are."""
 
     def advance(self, count: int) -> None:
         """A graph has chosen the next ``count`` tokens."""
-        ...
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
@@ -130,23 +109,13 @@ class Acceptor(Protocol):
             tree's N + 1 nodes, and the rest is padding
         logits: [M, V]; may be None where ``needs_logits`` is false
         """
-        ...
+        raise NotImplementedError
 
 
-class GreedyAcceptor:
-    """Takes the target model's most probable tokens.
+class GreedyAcceptor(Acceptor):
+    """Takes the target model's most probable tokens, which are those of plain greedy decoding."""
 
-    Exact: the accepted tokens and the bonus are those of plain greedy decoding.
-    """
-
-    needs_logits = False
-    graph_sampling: GraphSampling | None = GraphSampling()
-
-    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
-        pass
-
-    def advance(self, count: int) -> None:
-        pass
+    graph_sampling = GREEDY
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
@@ -204,7 +173,7 @@ def _fill_rounded(out: NDArray[np.float32], seed: np.uint64, first: np.uint64) -
         out[position] = min(compiled_uniform(seed, first + np.uint64(position)), BELOW_ONE)
 
 
-class Sampler:
+class Sampler(Acceptor):
     """The draws of one text: call ``accept`` for every tree, in order."""
 
     needs_logits = True
@@ -216,10 +185,7 @@ class Sampler:
         vocab_size: int,
         grammar: GrammarState | None = None,
     ):
-        """grammar: says which tokens may be drawn; None for all
-
-        Raises RequestError for a ``logit_bias`` of a token that the vocabulary lacks.
-        """
+        """Raises RequestError for a ``logit_bias`` of a token that the vocabulary lacks."""
         for token in params.logit_bias:
             require(0 <= token < vocab_size, "logit_bias", f"token ids below {vocab_size}", token)
         self._params = params
@@ -231,23 +197,18 @@ class Sampler:
         self._seen = np.zeros(vocab_size, np.bool_)
         self._seen[np.asarray(prompt_ids, np.int64)] = True
         self._num_drawn = 0
-        self.graph_sampling: GraphSampling | None = None
         if grammar is None and params.sets_only(GRAPH_OPTIONS) and params.top_k <= MAX_GRAPH_TOP_K:
-            filters = {name: getattr(params, name) for name in SAMPLING_FILTERS}
-            self.graph_sampling = GraphSampling(**filters, log_probs=params.log_probs)
+            self.graph_sampling = params
 
     def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
-        """As ``Acceptor.fill_uniforms``."""
         fill_uniforms(numbers, self._seed, self._num_drawn)
 
     def advance(self, count: int) -> None:
-        """As ``Acceptor.advance``."""
         self._num_drawn += count
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
     ) -> Acceptance:
-        """Draw a token at the root, and on at the child that has it, until none has."""
         assert logits is not None
         scores: list[TokenScore] = []
         params = self._params

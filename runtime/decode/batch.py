@@ -18,15 +18,12 @@ SCORED_CHUNK = 64
 
 
 class Batch:
-    """Sequences that share a runner's passes.
-
-    prefixes: where keys and values of sequences are kept for later prompts; None keeps nothing
-    """
-
-    prefixes: PrefixCache | None = None
+    """Sequences that share a runner's passes."""
 
     def __init__(self, runner: StepRunner):
         self.runner = runner
+        # Where keys and values of sequences are kept for later prompts; None keeps nothing.
+        self.prefixes: PrefixCache | None = None
         # Of every slot in use; the first ``_num_decoding`` sequences decode.
         self._slots: list[SequenceState] = []
         self._num_decoding = 0
@@ -49,7 +46,6 @@ class Batch:
         return len(self._slots) < self.runner.max_num_seqs
 
     def clear(self) -> None:
-        """Forget all sequences."""
         self._slots, self._num_decoding, self._new = [], 0, []
         for slot in range(self.runner.max_num_seqs):
             self.runner.release(slot)

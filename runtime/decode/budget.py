@@ -6,13 +6,9 @@ A step that verifies n nodes for each sequence gives
 
 tokens a sequence and takes ms(n) milliseconds on this machine. gain_i is the probability that a sequence's
 i-th best node is accepted. All sequences have the same n: a pass is padded to the widest sequence, so nodes
-that one sequence does not need cannot go to another.
-
-Over many steps, tokens for each millisecond are most where every step maximises
-
-    tokens(n) - rate * ms(n),
-
-with the rate that results (Dinkelbach, 1967, on fractional programs). There are three choices in a step.
+that one sequence does not need cannot go to another. Over many steps, tokens for each millisecond are most
+where every step maximises tokens(n) - rate * ms(n), with the rate that results (Dinkelbach, 1967, on
+fractional programs). There are three choices in a step.
 
 Whether the head runs at all. The worth of a step that drafts is what it gives more than a plain one, less
 what the additional milliseconds give elsewhere:
@@ -27,18 +23,19 @@ How many nodes the head drafts: by gains averaged over the last drafted steps, t
 tokens(n) / ms(n).
 
 How many of them are verified. After the draft the probabilities of this step's nodes are known: a node is
-verified if it gives more than its milliseconds give elsewhere. So a step in which the head is sure verifies
-many nodes, another one few or none. The token that a step without nodes gives shows whether the first draft
-was right. A device verifies a fixed number of nodes, so there this choice is left out.
+verified if it gives more than its milliseconds give elsewhere. The token that a step without nodes gives
+shows whether the first draft was right. A device verifies a fixed number of nodes, without this choice.
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
-another model. So acceptance probabilities are multiplied by the probability that they hold
-(``runtime.decode.head_trust``), which follows whether drafts are accepted. Where it is low, the worth also
-rises more slowly.
+another model. The doubt is the probability that the head is useless in this text, so that a draft is accepted
+with the probability ``useless_acceptance``, however sure the head is. It follows, by Bayes' rule, whether
+drafts are accepted. Acceptance probabilities are multiplied by 1 - doubt, and where the doubt is large, the
+worth also rises more slowly. A text begins with the mean doubt of earlier texts, between ``usual_doubt`` and
+``max_doubt``. It may turn to what the head knows, so after every step the doubt goes back to ``usual_doubt``
+by the share ``changed``.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,35 +44,33 @@ from runtime.core.calibration import RunningCalibration
 from runtime.decode.budget_rules import (
     DEFAULT_CONSTANTS,
     KNOWN,
+    PAST,
     RATES,
     BudgetConstants,
     begin_step,
     choose_verified,
     end_step,
 )
-from runtime.decode.head_trust import PastTexts
-from runtime.decode.records import as_record
 from runtime.decode.step import StepResult
-from runtime.decode.step_costs import StepCosts
+from runtime.decode.step_costs import StepCosts, as_record
 
 
-class NodeBudget(Protocol):
+class NodeBudget:
     """Chooses how many draft nodes each sequence of the next step has, and learns from the result."""
 
     def num_nodes(self, num_seqs: int) -> int:
         """How many are drafted in a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
-        ...
+        raise NotImplementedError
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
         """How many of those drafted are verified, by their log probabilities as in ``StepResult``."""
-        ...
+        return node_log_probs.shape[1]
 
     def learn(self, result: StepResult, ms: float | None = None) -> None:
         """Learn from a step that took ``ms`` milliseconds; None where its time says nothing."""
-        ...
 
 
-class FixedBudget:
+class FixedBudget(NodeBudget):
     """Every sequence has up to ``count`` draft nodes in every step."""
 
     def __init__(self, count: int):
@@ -84,26 +79,39 @@ class FixedBudget:
     def num_nodes(self, num_seqs: int) -> int:
         return self._count
 
-    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
-        return node_log_probs.shape[1]
 
-    def learn(self, result: StepResult, ms: float | None = None) -> None:
-        pass
+class PastTexts:
+    """What earlier texts of a decoder say of its head; ``state`` is a ``PAST`` [1]."""
+
+    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
+        self.state = np.zeros(1, PAST)
+        self.state["doubt"] = constants.usual_doubt
+
+    def first_doubt(self, constants: BudgetConstants) -> float:
+        return min(max(float(self.state["doubt"][0]), constants.usual_doubt), constants.max_doubt)
+
+    def first_gains(self, assumed: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The gains [N] with which a text begins: the mean of past texts where it is more than is assumed.
+
+        With less, a head that knows the new text would not be tried.
+        """
+        num_drafted = float(self.state["num_drafted"][0])
+        if not num_drafted:
+            return assumed
+        return np.maximum(assumed, self.state["gain_sums"][0, : assumed.size] / num_drafted)
 
 
 # Of a step that has verified its drafts, or has none.
 NONE_UNVERIFIED = np.empty(0, np.bool_)
 
 
-class AdaptiveBudget:
-    """A ``NodeBudget`` for one run: for a text, or for all texts that share a batch.
+class AdaptiveBudget(NodeBudget):
+    """The budget of one run: of a text, or of all texts that share a batch.
 
     costs: of steps on this machine; budgets of one decoder share them, because they do not depend on the text
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
     past: of earlier texts, which the budgets of one decoder share; None begins without any
-
-    ``runtime.decode.budget_rules`` has the rules, compiled.
     """
 
     def __init__(

@@ -7,13 +7,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.calibration import RUNNING, calibrate_logs, follow_accepted
-from runtime.decode.head_trust import TrustConstants, follow_first_drafts, forget_doubt
-from runtime.decode.records import Record, record_type
-from runtime.decode.step_costs import MAX_NODES, record_step
+from runtime.decode.step_costs import MAX_NODES, Record, record_step, record_type
 
 
 @dataclass(frozen=True)
-class BudgetConstants(TrustConstants):
+class BudgetConstants:
     """Chosen on 2 CPU cores with the demo model and SmolLM2-135M-Instruct; docs/performance.md has tables.
 
     first_gain, next_gain, most_next_gain: the assumed gain of a sequence's first draft node before any has
@@ -36,6 +34,11 @@ class BudgetConstants(TrustConstants):
         it, where the head is trusted; after n sequences that had drafts it rises 1 + early_trials / n times
         as fast, since few drafts say little. So in the long run trials of a head that gives nothing cost up
         to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.03 tokens a step.
+    useless_acceptance: the probability with which a draft of a useless head is accepted
+    usual_doubt, max_doubt: the least and the largest doubt with which a text begins. Even the largest leaves
+        a text one try at once where a node pays if three in ten are accepted.
+    changed: share by which the doubt goes back to the usual one after every step: by half in 140 steps
+    past_memory: weight of the past in the mean doubt of past texts after a step, which follows fifty steps
     verified_nodes: sizes among which ``num_verified`` chooses; each has tensors of its own to bind. The
         larger ones make passes of 8, 12 and 16 rows, which products on a CPU compute in whole groups.
     """
@@ -52,6 +55,11 @@ class BudgetConstants(TrustConstants):
     first_steps: float = 5.0
     unseen_memory: float = 0.997
     early_trials: float = 40.0
+    useless_acceptance: float = 0.05
+    usual_doubt: float = 0.02
+    max_doubt: float = 0.7
+    changed: float = 0.005
+    past_memory: float = 0.98
     verified_nodes: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 11, 15)
 
 
@@ -89,10 +97,15 @@ KNOWN = np.dtype(
 # Of steps of so many sequences: the worth of one that drafts, and the tokens and milliseconds of all, which
 # are fading sums; all 0 before the first.
 RATES = np.dtype([("worth", np.float64), ("tokens", np.float64), ("ms", np.float64)])
+# What is known of past texts.
+# doubt: the mean of the doubt over their steps
+# num_drafted, gain_sums: the steps that drafted, and what a sequence was then expected to accept of its i-th
+#     best node; fading sums
+PAST = np.dtype([("doubt", np.float64), ("num_drafted", np.float64), ("gain_sums", np.float64, (MAX_NODES,))])
 
 # A step calls ``choose_verified`` and ``end_step``, and before them ``begin_step`` if it has another number
-# of sequences than the last one. They take arrays of one record: ``KNOWN``, ``RATES``, and ``TIMES`` and
-# ``SHOWN`` of ``runtime.decode.step_costs``. The other functions take the records.
+# of sequences than the last one. They take arrays of one record: ``KNOWN``, ``RATES``, ``PAST``, and
+# ``TIMES`` and ``SHOWN`` of ``runtime.decode.step_costs``. The other functions take the records.
 
 
 @njit(cache=True)
@@ -144,7 +157,6 @@ def end_step(
 ) -> int:
     """Learn from a step, and begin one of as many sequences, as ``begin_step``.
 
-    past: a ``runtime.decode.head_trust.PAST`` [1]
     log_probs: [B, N], of the verified drafts, or of the first ones [B, 1] if none was verified
     counts: [B], the tokens of each sequence
     unverified_are_right: [B], whether first drafts that were not verified were right; otherwise empty
@@ -166,7 +178,7 @@ def end_step(
         num_right = (counts - 1).sum() if verified else unverified_are_right.sum()
         follow_accepted(run["calibration"], predicted.ravel(), num_right)
         if predicted.size:
-            follow_first_drafts(run, constants, predicted[:, 0], are_right)
+            follow_first_drafts(run, predicted[:, 0], are_right)
         _remember_gains(run, past[0])
     else:
         _follow_rate(run, rate, 0.0)
@@ -175,7 +187,7 @@ def end_step(
         if run["num_samples"]:
             share *= 1 + constants["early_trials"] / run["num_samples"]
         rate["worth"] += share * (_most_worth(run, rate, times[0], is_certain=True) - rate["worth"])
-    forget_doubt(run, past[0], constants)
+    forget_doubt(run, past[0])
     # The first step that drafts also reads the prompt with the head: others take no longer.
     if ms and (run["num_drafted_steps"] > 1 or not run["num_drafted"] or ms < run["believed_ms"]):
         record_step(times[0], shown[0], run["num_verified"], ms, draft_ms)
@@ -234,6 +246,32 @@ def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> Non
         falling = max(falling, min(constants["most_next_gain"], gains[seen - 1] / before))
     for index in range(seen, run["num_gains"]):
         gains[index] = gains[index - 1] * falling
+
+
+@njit(cache=True)
+def follow_first_drafts(run: Record, first: NDArray[np.float64], are_right: NDArray[np.bool_]) -> None:
+    """Learn from the drafts of a step, by Bayes' rule.
+
+    first: float64 [B], the acceptance probability of each sequence's first draft
+    are_right: bool [B], whether a draft of the sequence was accepted
+    """
+    doubt, useless = run["doubt"], run["constants"]["useless_acceptance"]
+    for index in range(first.size):
+        acceptance = min(max(first[index], useless), 0.99)
+        if are_right[index]:
+            wrong, right = doubt * useless, (1 - doubt) * acceptance
+        else:
+            wrong, right = doubt * (1 - useless), (1 - doubt) * (1 - acceptance)
+        doubt = wrong / (wrong + right)
+    run["doubt"] = doubt
+
+
+@njit(cache=True)
+def forget_doubt(run: Record, past: Record) -> None:
+    """After every step, also one without drafts: let the doubt go back, and that of past texts follow it."""
+    constants = run["constants"]
+    run["doubt"] += constants["changed"] * (constants["usual_doubt"] - run["doubt"])
+    past["doubt"] += (1 - constants["past_memory"]) * (run["doubt"] - past["doubt"])
 
 
 @njit(cache=True)

@@ -1,10 +1,10 @@
 """Grammars of an output: a JSON schema, a regular expression, an EBNF grammar or a list of choices.
 
-llguidance, which is optional, compiles a grammar and follows a text in it. ``GrammarState.allowed`` is the
-mask of the tokens that may come next; ``runtime.decode.acceptance`` applies it to the logits of every node
-where it chooses a token. ``GrammarState.restrict`` and ``join_continuations`` change only what is drafted.
-Where a grammar leaves no choice of text, as in the name of a required property, the mask has one token, which
-begins the tokenizer's own spelling of that text; so these tokens are drafted without a draft head.
+llguidance, which is optional, compiles a grammar and follows a text in it. ``runtime.decode.acceptance``
+applies the mask of the tokens that may come next (``GrammarState.allowed``) to the logits of every node where
+it chooses a token. Where a grammar leaves no choice of text, as in the name of a required property, the mask
+has one token, which begins the tokenizer's own spelling of that text; so these tokens are drafted without a
+draft head.
 """
 
 import json
@@ -73,10 +73,8 @@ class Grammar:
         if self.kind in (REGEX, EBNF) and not self.text:
             raise _refuse(f"must not be empty for {self.kind}")
         if self.kind == EBNF and self.text.count(":") > MAX_COLONS:
-            problem = (
-                f"must have at most {MAX_COLONS} rules and properties, got {self.text.count(':')} colons"
-            )
-            raise _refuse(problem)
+            found = self.text.count(":")
+            raise _refuse(f"must have at most {MAX_COLONS} rules and properties, got {found} colons")
         if self.kind == JSON_SCHEMA:
             schema = self._read()
             if not isinstance(schema, dict):

@@ -2,14 +2,11 @@
 
 A conversation's next prompt begins with all of its earlier turns, and many prompts begin with the same system
 message. A block has the keys and values of ``BLOCK_SIZE`` neighbouring tokens, of the target model and of the
-draft head. Its key is a hash of its tokens and of all tokens before them, since keys and values depend on
-both. So a prompt's longest known prefix is found block by block. The blocks that have not been used for
-longest go first.
+draft head of a batch. Its key is a hash of its tokens and of all tokens before them, since keys and values
+depend on both. The blocks that have not been used for longest go first.
 
 The last token of a known prefix is read again: the next token follows from its logits, and an EAGLE head has
 no entry for it before the token after it is known. So the head's part of a block is one token behind.
-
-Keys and values are those of one target model and one draft head, so every batch has a cache of its own.
 """
 
 import hashlib
@@ -59,16 +56,13 @@ def block_keys(tokens: NDArray[np.int64]) -> list[bytes]:
 
 
 class PrefixCache:
-    """Blocks by their keys, of ``max_bytes`` at most.
-
-    num_hit_tokens: tokens of prompts that were not read because their blocks were here
-    num_bytes: of all blocks
-    """
+    """Blocks by their keys, of ``max_bytes`` at most."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
-        self.num_hit_tokens = 0
         self.num_bytes = 0
+        # Tokens of prompts that were not read because their blocks were here.
+        self.num_hit_tokens = 0
         # Those that were used last are last.
         self._blocks: OrderedDict[bytes, PrefixBlock] = OrderedDict()
 

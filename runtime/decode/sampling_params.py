@@ -11,11 +11,9 @@ from runtime.core.options import SAMPLING_FILTERS
 
 MAX_SEED = 2**64 - 1
 # What OpenAI's interface allows.
-MAX_PENALTY = 2.0
+MAX_PENALTY, MAX_TOP_LOG_PROBS = 2.0, 20
 # Larger values have no use; logits overflow only far beyond them.
 MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
-# As OpenAI's interface allows.
-MAX_TOP_LOG_PROBS = 20
 # Fields of ``SamplingParams`` that graphs on a device can follow. With any other that is not at its default,
 # the host chooses the tokens.
 GRAPH_OPTIONS = (*SAMPLING_FILTERS, "seed", "log_probs")

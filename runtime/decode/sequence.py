@@ -11,7 +11,7 @@ from runtime.core.errors import RequestError
 from runtime.decode.acceptance import Acceptor, GreedyAcceptor, Sampler, TokenScore
 from runtime.decode.grammar import Grammar, GrammarCompiler, GrammarState
 from runtime.decode.prefix_cache import block_keys
-from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.sampling_params import GREEDY, SamplingParams, require
 from runtime.text import Detokenizer, PromptTokenizer
 
 
@@ -19,8 +19,7 @@ from runtime.text import Detokenizer, PromptTokenizer
 class Piece:
     """One token of the output: its text (possibly empty) and whether the draft head proposed it.
 
-    log_prob: the target model's own, where ``SamplingParams.log_probs`` asks for it
-    top: the tokens that it finds most probable, with their log-probabilities, where ``top_log_probs`` asks
+    log_prob, top: as of ``TokenScore``, where ``SamplingParams`` ask for them
     """
 
     token_id: int
@@ -64,7 +63,7 @@ class SequenceState:
     length: tokens in the key/value cache, of the prompt and then of the output
     last_token: the last committed token, which is not in the cache yet; -1 while the prompt is prefilled
     prompt_scores: those of the prompt's tokens from the second on, as far as it has been read; None where
-        nobody wants them
+        nobody wants them, and no ``prompt_detokenizer`` makes the texts of its tokens
     num_top: the most probable tokens that are reported with every score
     grammar: where the text stands in its grammar, which the acceptor moves on; None without one
     num_cached: as of ``Chunk``
@@ -82,7 +81,6 @@ class SequenceState:
         num_top: int = 0,
         grammar: GrammarState | None = None,
     ):
-        """prompt_detokenizer: makes the texts of the prompt's tokens, if they are to be scored"""
         self.prompt = prompt
         self.prompt_scores: list[TokenScore] | None = None if prompt_detokenizer is None else []
         self.num_top = num_top
@@ -113,11 +111,10 @@ class SequenceState:
         return max(0, self.prompt.size - self.length)
 
     def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore], num_drafts: int = 0) -> Chunk:
-        """Take a step's tokens and return their text. num_drafts: as of ``Chunk``
+        """Take a step's tokens, of which all but the last were drafted, and return their text.
 
         The chunk ends at a stop token, at a stop string or at the last token wanted, and an error of the
-        grammar before that ends the text too. The last of the tokens is the target model's own, the others
-        were drafted. A stop token has no text.
+        grammar before that ends the text too. A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
         num_cached = self.num_cached if is_first else 0
@@ -231,40 +228,28 @@ class SequenceFactory:
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
             raise RequestError("must not be empty", field="prompt")
-        if max_new_tokens < least:
-            raise RequestError(f"must be at least {least}, got {max_new_tokens}", field="max_new_tokens")
+        require(max_new_tokens >= least, "max_new_tokens", f"at least {least}", max_new_tokens)
         bad = np.flatnonzero((prompt < 0) | (prompt >= self.vocab_size))
         if bad.size:
-            raise RequestError(
-                f"token ids must be below {self.vocab_size}, got {prompt[bad[0]]} at index {bad[0]}",
-                field="prompt",
-            )
-        if prompt.size >= self.max_length:
-            raise RequestError(
-                f"must be shorter than the context of {self.max_length} tokens, got {prompt.size}",
-                field="prompt",
-            )
-        if prompt.size + max_new_tokens > self.max_length:
-            raise RequestError(
-                f"must be at most {self.max_length - prompt.size} after a prompt of {prompt.size} tokens "
-                f"(the context is {self.max_length}), got {max_new_tokens}",
-                field="max_new_tokens",
-            )
+            problem = f"token ids must be below {self.vocab_size}, got {prompt[bad[0]]} at index {bad[0]}"
+            raise RequestError(problem, field="prompt")
+        longest, size = self.max_length, prompt.size
+        require(size < longest, "prompt", f"shorter than the context of {longest} tokens", size)
+        expected = f"at most {longest - size} after a prompt of {size} tokens (the context is {longest})"
+        require(size + max_new_tokens <= longest, "max_new_tokens", expected, max_new_tokens)
         return prompt
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
     """Raises RequestError for an empty or a long one, for too many, and for one that is not in a list."""
+    longest, problem = max(map(len, stop_strings), default=0), None
     if isinstance(stop_strings, str):
-        raise RequestError(f"must be a list of texts, got {stop_strings!r}", field="stop_strings")
-    if "" in stop_strings:
-        raise RequestError("must not hold an empty string", field="stop_strings")
-    if len(stop_strings) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"must be at most {MAX_STOP_STRINGS}, got {len(stop_strings)}", field="stop_strings"
-        )
-    longest = max(map(len, stop_strings), default=0)
-    if longest > MAX_STOP_LENGTH:
-        raise RequestError(
-            f"must have at most {MAX_STOP_LENGTH} characters each, got {longest}", field="stop_strings"
-        )
+        problem = f"must be a list of texts, got {stop_strings!r}"
+    elif "" in stop_strings:
+        problem = "must not hold an empty string"
+    elif len(stop_strings) > MAX_STOP_STRINGS:
+        problem = f"must be at most {MAX_STOP_STRINGS}, got {len(stop_strings)}"
+    elif longest > MAX_STOP_LENGTH:
+        problem = f"must have at most {MAX_STOP_LENGTH} characters each, got {longest}"
+    if problem:
+        raise RequestError(problem, field="stop_strings")

@@ -1,8 +1,7 @@
 """One decode step: its interface, and the step whose search, acceptance and bookkeeping run on the host.
 
-A batch knows sequences, their text and their end; a step runner knows engines and caches. The batch chooses
-how many draft nodes a step may verify, calls ``StepRunner.step`` and learns from its result. ``HostStep`` and
-the steps on a device (``runtime.device``) have this one interface. A step on the host is
+A batch knows sequences, their text and their end; a step runner knows engines and caches. ``HostStep`` and
+the steps on a device (``runtime.device``) have one interface, ``StepRunner``. A step on the host is
 
 propose    draft head, tree search   last tokens      -> a TokenTree for each sequence
 verify     target model, one pass    trees            -> VerifyOutput: next tokens, logits, features
@@ -37,9 +36,8 @@ class StepResult:
     counts: [B] int64, at least 1
     scores: those of every sequence's new tokens; empty where its ``SamplingParams`` ask for none
     node_log_probs: [B, N] float64, log of the prefix probability of every verified draft, best first; minus
-        infinity where a sequence has fewer than N; N is 0 where nothing was drafted
-    draft_ms: milliseconds of the draft head and the tree search, which a step without drafts does not take; 0
-        on a device, where they are not measured
+        infinity where a sequence has fewer than N
+    draft_ms: milliseconds of the draft head and the tree search; 0 on a device, where they are not measured
     unverified: the best drafts of a step that drafted and verified none of them; otherwise None
     """
 
@@ -53,13 +51,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class FirstDrafts:
-    """The best draft of each of B sequences, and whether it was the token that the target model chose.
+    """The best draft of each of B sequences, and whether it was the token that the target model chose."""
 
-    log_probs: [B, 1] float64, as in ``StepResult.node_log_probs``; are_right: [B] bool
-    """
-
-    log_probs: NDArray[np.float64]
-    are_right: NDArray[np.bool_]
+    log_probs: NDArray[np.float64]  # [B, 1], as in ``StepResult.node_log_probs``
+    are_right: NDArray[np.bool_]  # [B]
 
 
 # From the log probabilities [B, N] of the drafted nodes of B sequences, as in ``StepResult.node_log_probs``,
@@ -95,7 +90,6 @@ class StepRunner(Protocol):
 
         num_verified: chooses how many of the drafted nodes are verified; by default all are. A step on a
             device has a fixed number and does not ask.
-        The sequences are those of the first slots, in order. Without nodes this is a step of plain decoding.
         """
         ...
 
@@ -122,9 +116,7 @@ class StepRunner(Protocol):
         """
         ...
 
-    def release(self, slot: int) -> None:
-        """Free a slot."""
-        ...
+    def release(self, slot: int) -> None: ...
 
     def close(self) -> None:
         """Give back a device's memory; nothing else may be called afterwards. A second call does nothing."""

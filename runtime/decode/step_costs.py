@@ -1,12 +1,27 @@
 """What decode steps cost: as measured when a decoder is loaded, corrected by the times of real steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from runtime.decode.records import Record, as_record, record_type
+# A step calls few compiled functions with few arguments, because after a pass the processor's caches are full
+# of a model's weights, and every function and every array that is touched has to come from memory. So numbers
+# go to them as records. Fields of a record are taken by index, which works without a compiler too.
+Record = Any
+
+
+def record_type(constants: type) -> np.dtype[np.void]:
+    """The type of a record with the floats of a dataclass."""
+    return np.dtype([(field.name, np.float64) for field in fields(constants) if field.type is float])
+
+
+def as_record(constants: Any) -> NDArray[np.void]:
+    """The floats of a dataclass's instance as an array of one record."""
+    kind = record_type(type(constants))
+    return np.array([tuple(getattr(constants, name) for name in kind.names or ())], kind)
 
 
 @dataclass(frozen=True)
@@ -68,14 +83,13 @@ SHOWN = np.dtype(
 
 
 class StepCosts:
-    """Milliseconds of steps: those measured when a decoder is loaded, corrected by those of real steps.
+    """Milliseconds of steps.
 
-    Times measured at loading are noisy, and of an idle machine with short texts: contexts are longer, answers
-    are sent meanwhile, other processes run. Of most numbers of nodes they are only on a line between two that
-    were measured, and real times have stairs, because a matrix product computes rows in groups (of 4 to 12 on
-    a CPU). So each power of two of sequences has times to be added: a fading mean for steps without drafts,
-    and for steps with drafts a line over the number of nodes, fitted to fading sums, with what is left of
-    each number of nodes.
+    Times measured at loading are noisy, and of an idle machine with short texts. Of most numbers of nodes
+    they are only on a line between two that were measured, and real times have stairs, because a matrix
+    product computes rows in groups (of 4 to 12 on a CPU). So each power of two of sequences has times to be
+    added: a fading mean for steps without drafts, and for steps with drafts a line over the number of nodes,
+    fitted to fading sums, with what is left of each number of nodes.
 
     While all steps draft, no plain step is recorded. If the machine was slow when plain steps were measured,
     they would seem slow for ever. So a plain step is taken to last no longer than a step with drafts does
@@ -93,26 +107,11 @@ class StepCosts:
         self._shown: dict[int, NDArray[np.void]] = {}
         self._times: dict[int, NDArray[np.void]] = {}
 
-    def of(self, num_seqs: int) -> NDArray[np.float64]:
-        """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind.
-
-        The array follows what is recorded of steps of as many sequences.
-        """
-        times, _ = self.records(num_seqs)
-        corrected: NDArray[np.float64] = times["corrected"][0, : self.max_nodes + 1]
-        return corrected
-
-    def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
-        """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
-
-        draft_ms: of these, those of making the draft, as in ``StepResult``
-        """
-        times, shown = self.records(num_seqs)
-        record_step(times[0], shown[0], num_nodes, ms, draft_ms)
-        self.forget_others(num_seqs)
-
     def records(self, num_seqs: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """``TIMES`` [1] and ``SHOWN`` [1], for ``record_step``; call ``forget_others`` after it."""
+        """``TIMES`` [1] and ``SHOWN`` [1], for ``record_step``; call ``forget_others`` after it.
+
+        A kind of step that was not recorded yet takes as much more than measured as the other kind.
+        """
         bucket = (num_seqs - 1).bit_length()  # equal for 1, for 2, for 3 to 4, for 5 to 8, ...
         if num_seqs not in self._times:
             if bucket not in self._shown:
@@ -131,12 +130,12 @@ class StepCosts:
             self._times = {num_seqs: self._times[num_seqs]}
 
 
-# Compiled, because every step asks for it. Records are ``TIMES`` and ``SHOWN``.
-
-
 @njit(cache=True)
 def record_step(times: Record, shown: Record, num_nodes: int, ms: float, draft_ms: float) -> None:
-    """``StepCosts.record``: learn from a step, and correct the times."""
+    """Learn from a step with so many draft nodes for each sequence, and correct the times.
+
+    ms: what it took; draft_ms: of these, those of making the draft, as in ``StepResult``
+    """
     constants = shown["constants"]
     factor, believed = constants["max_time_factor"], times["corrected"][num_nodes]
     if draft_ms:

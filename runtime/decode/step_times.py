@@ -29,8 +29,8 @@ def measure_step_ms(batch: Batch, new_sequence: Callable[[], SequenceState]) -> 
     """[B, N+1] milliseconds of a step of 1, 2, ..., B sequences with 0, 1, ..., MAX_NODES nodes each.
 
     new_sequence: makes a sequence that decodes for as long as the context allows
-    Takes a second or two, and a few more for many sequences. Whole steps are timed while decoding, since
-    verify passes alone would find their weights in the processor's cache. Ends what the batch was doing.
+    Whole steps are timed while decoding, since verify passes alone would find their weights in the
+    processor's cache. Ends what the batch was doing.
     """
     most = batch.runner.max_num_seqs
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -40,11 +40,10 @@ def measure_step_ms(batch: Batch, new_sequence: Callable[[], SequenceState]) -> 
 
 
 def _measure(batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int) -> NDArray[np.float64]:
-    """[N+1]: what plain steps and steps with 1, 2, ..., MAX_NODES nodes take.
+    """[N+1]: what steps with 0, 1, ..., MAX_NODES nodes take.
 
-    Of every number the round in which it was fastest counts, because a machine may be slow for a while: then
-    drafts must not seem to cost nothing, nor too much. For the same reason a plain step takes no longer than
-    what steps with one node take beside their draft.
+    Of every number the round in which it was fastest counts, because a machine may be slow for a while. For
+    the same reason a plain step takes no longer than what steps with one node take beside their draft.
     """
     sizes = NODES if num_seqs == 1 else NODES_OF_SEVERAL
     fitting = [n for n in sizes if num_seqs * (n + 1) <= MAX_TOKENS]

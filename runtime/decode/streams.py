@@ -1,8 +1,7 @@
 """Speculative streams on the host: the pass that verifies a tree also drafts the lattices for the next one.
 
-Two parts of ``runtime.decode.step.HostStep`` differ from other heads'. ``StreamTargetModel`` verifies trees
-and returns a lattice after every node that it keeps. ``StreamProposer`` holds the lattice after each
-sequence's last accepted node and searches the next tree in it, so it needs no pass of its own.
+``StreamTargetModel`` verifies trees and returns a lattice after every node that it keeps. ``StreamProposer``
+holds the lattice after each sequence's last accepted node and searches the next tree in it.
 
 The graph prunes a tree to its ``kept_nodes`` most probable drafts before its upper layers; only a kept draft
 can be accepted. Its transition and its fused frames, if it has any, take the most probable token for the
@@ -17,13 +16,10 @@ from numpy.typing import NDArray
 
 from runtime.core.lattice import Lattice, Search
 from runtime.core.token_tree import TokenTree
-from runtime.decode.proposers.base import NOTHING, swap_entries
+from runtime.decode.proposers.base import Proposer, swap_entries
 from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
 from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
-
-# What a pass returns besides the tables of its lattices.
-KEPT_NODES, NEXT_TOKENS, LOGITS = "kept_nodes", "next_tokens", "logits"
 
 
 class StreamFeatures(Features):
@@ -124,20 +120,22 @@ class StreamTargetModel(TargetModel):
 
 def _output(forward: ForwardPass, *, places: Sequence[int], prunes: bool) -> VerifyOutput:
     """prunes: whether nodes may have been dropped, as of a tree; a prompt's tokens are all kept"""
-    outputs: Mapping[str, NDArray[Any]] = forward.outputs
-    own = (KEPT_NODES, NEXT_TOKENS, LOGITS)
-    tables = {name: array for name, array in outputs.items() if name not in own}
-    kept = outputs[KEPT_NODES]
-    return VerifyOutput(
-        outputs[NEXT_TOKENS],
-        outputs.get(LOGITS),
-        StreamFeatures(tables, kept, places),
-        kept if prunes else None,
+    tables: dict[str, NDArray[Any]] = dict(forward.outputs)
+    kept, next_tokens, logits = (
+        tables.pop("kept_nodes"),
+        tables.pop("next_tokens"),
+        tables.pop("logits", None),
     )
+    features = StreamFeatures(tables, kept, places)
+    return VerifyOutput(next_tokens, logits, features, kept if prunes else None)
 
 
-class StreamProposer:
-    """The ``Proposer`` that searches the lattices of the last pass. Every slot has one for its next tree."""
+class StreamProposer(Proposer):
+    """Searches the lattices of the last pass, of which every slot has one for its next tree.
+
+    It saves no context, since the streams' is the target model's, and loads none: the first lattice comes
+    with the rest of the prompt.
+    """
 
     def __init__(self, *, search: Search, merges_repeats: bool, max_num_seqs: int = 1):
         self._search = search
@@ -153,27 +151,15 @@ class StreamProposer:
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         recorder.mark("draft")
-        return [self._tree(slot, token, num_nodes) for slot, token in enumerate(last_tokens)]
-
-    def _tree(self, slot: int, token: int, num_nodes: int) -> TokenTree:
-        lattice = self._lattices[slot]
-        if lattice is None:
-            raise RuntimeError("a step needs a lattice: call prefill() first")
-        return self._search(lattice, root_token=token, num_nodes=num_nodes)
+        trees = []
+        for lattice, token in zip(self._lattices, last_tokens, strict=False):
+            if lattice is None:
+                raise RuntimeError("a step needs a lattice: call prefill() first")
+            trees.append(self._search(lattice, root_token=token, num_nodes=num_nodes))
+        return trees
 
     def swap(self, first: int, second: int) -> None:
-        """As ``Proposer.swap``."""
         swap_entries(self._lattices, first, second)
 
-    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        """As ``Proposer.save_context``: the streams' own context is the target model's."""
-        return NOTHING
-
-    def load_context(
-        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
-    ) -> None:
-        """As ``Proposer.load_context``: the first lattice comes with the rest of the prompt."""
-
     def release(self, slot: int) -> None:
-        """As ``Proposer.release``."""
         self._lattices[slot] = None

@@ -6,9 +6,8 @@ function of the prompt, the weights, the libraries and the processor, and not of
 
 Standard operators leave one condition. A product over the keys adds them up block by block, so a key must lie
 in the block in which it lies in plain decoding. The keys of a tree lie behind the text, in the order of its
-nodes; those of a chain lie where plain decoding has them. ``within_block`` cuts a tree so that the condition
-holds. Compiled operators (``runtime.engines.operators``) have no such blocks.
-``keeps_bits`` tests on this machine that bits are equal, because another processor takes other kernels.
+nodes; those of a chain lie where plain decoding has them. Compiled operators (``runtime.engines.operators``)
+have no such blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +65,7 @@ class TargetModel:
     """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots.
 
     key_block: positions of a block of keys, over whose end no tree may reach, so that logits have the bits of
-        plain decoding (``runtime.decode.target_model``); None where they differ by rounding anyway
+        plain decoding; None where they differ by rounding anyway
     """
 
     key_block: int | None = None
@@ -152,9 +151,7 @@ class TargetModel:
         return _output(forward, sizes)
 
     def reserve(self, lengths: Sequence[int], num_nodes: int) -> None:
-        """Make room for a step after texts of these lengths in the first slots, before anything is computed.
-
-        num_nodes: draft nodes that each of them may have
+        """Make room for a step with up to ``num_nodes`` drafts after each of the first slots' texts.
 
         Raises CacheMemoryError.
         """
@@ -168,11 +165,9 @@ class TargetModel:
         self.engine.kv.commit(lengths, paths)
 
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
-        """As ``runtime.decode.step.StepRunner.swap``."""
         self.engine.kv.swap(first, second, lengths)
 
     def release(self, slot: int) -> None:
-        """Free a slot."""
         self.engine.kv.release(slot)
 
 
@@ -220,8 +215,9 @@ def keeps_bits(
 ) -> bool:
     """Whether the logits of a path have the same bits one by one, in a chain, in a tree and in a batch.
 
-    The path follows a text of random keys and values that ends shortly before the end of a block, and one
-    that ends inside the next block. No slot may be in use; all are free afterwards.
+    That depends on the machine: another processor takes other kernels. The path follows a text of random keys
+    and values that ends shortly before the end of a block, and one that ends inside the next block. No slot
+    may be in use; all are free afterwards.
     """
     tokens = np.random.default_rng(0).integers(0, vocab_size, LONG)
     num_slots = min(max_num_seqs, 2)

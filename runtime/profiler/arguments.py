@@ -42,12 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **settings: Any)
             found["help"] += " (default %(default)s)"
         parser.add_argument(name, **found)
         if name in OLD_NAMES:
-            hidden = {
-                "dest": name.removeprefix("--"),
-                "default": argparse.SUPPRESS,
-                "help": argparse.SUPPRESS,
-            }
-            parser.add_argument(OLD_NAMES[name], **{**found, **hidden})
+            hidden = dict.fromkeys(("default", "help"), argparse.SUPPRESS)
+            parser.add_argument(OLD_NAMES[name], **{**found, **hidden, "dest": name.removeprefix("--")})
 
 
 def node_counts(text: str) -> list[int]:

@@ -49,7 +49,6 @@ def machine(num_threads: int | None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the libraries and this project."""
     installed = installed_versions((OURS, *PACKAGES))
     names = {"project": OURS, **{name: name for name in PACKAGES}}
     found = {key: installed.get(name, "not installed as a package") for key, name in names.items()}

@@ -1,7 +1,5 @@
 """What the profiler measured: the numbers of ``report.json``, its tables and the events of ``trace.json``.
 
-All functions are pure.
-
 All times in the report are milliseconds. Its keys "vanilla", "beta", "gamma" and "rows_per_step" stand for
 plain decoding, the acceptance length (tokens per step), the speedup and the nodes verified per step.
 """

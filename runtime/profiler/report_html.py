@@ -139,7 +139,6 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return the page for the contents of ``report.json``."""
     bundle, settings, machine = report["bundle"], report["settings"], report["machine"]
     best, check = report["speculative"], report["lossless"]
     outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"

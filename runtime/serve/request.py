@@ -34,11 +34,9 @@ class Request:
     """A sequence to decode, and who receives its chunks.
 
     is_abandoned: called now and then from the scheduler's thread; true if nobody wants the answer any more
-    submitted: ``time.monotonic`` seconds
-    number: requests that were submitted before this one
     """
 
-    number = 0
+    number = 0  # of requests that were submitted before this one
 
     def __init__(
         self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
@@ -47,7 +45,7 @@ class Request:
         self.callback = callback
         self._is_abandoned = is_abandoned
         self._asked = 0.0
-        self.submitted = time.monotonic()
+        self.submitted = time.monotonic()  # seconds
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:

@@ -138,12 +138,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
         return len(self._running)
 
     @property
@@ -232,7 +230,6 @@ class Scheduler:
             self._abort()
 
     def _fail(self, error: Exception) -> None:
-        """End the running requests."""
         for request in list(self._running.values()):
             self._deliver(request, RequestFailure(error))
         self._batch.clear()
@@ -247,7 +244,6 @@ class Scheduler:
         self._batch.clear()
 
     def _refusal(self) -> UnavailableError:
-        """Why no more requests are taken."""
         if self.failure is not None:
             return UnavailableError(f"the engine is unusable since its device failed: {self.failure}")
         return UnavailableError("the server is shutting down and takes no more requests")
@@ -327,7 +323,6 @@ class Scheduler:
         return chosen
 
     def _drop_abandoned(self) -> None:
-        """Drop the requests that nobody wants any more."""
         now = time.monotonic()
         with self._changed:
             requests = (*self._queue, *self._running.values())
@@ -353,7 +348,6 @@ class Scheduler:
                 self._deliver(request, RequestFailure(error))
 
     def _admit(self, request: Request) -> None:
-        """Give a free slot to a request of the queue."""
         with self._changed:
             self._queue.remove(request)
         self._running[request.sequence] = request

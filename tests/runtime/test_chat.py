@@ -23,7 +23,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from runtime.chat import main
+from runtime.chat import COMMANDS, Chat, main, read_questions, stopped_by_ctrl_c
 from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.core.cli import EXIT_TERMINATED, exit_status
@@ -31,7 +31,6 @@ from runtime.decode.batch import Batch
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.kv_cache import SlabKVCache
-from runtime.terminal.chat import COMMANDS, Chat, read_questions, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12

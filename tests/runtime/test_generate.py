@@ -11,8 +11,7 @@ from runtime.core.errors import RequestError
 from runtime.core.prompts import Prompt, read_prompts
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
-from runtime.generate import main
-from runtime.terminal.completions import DRAFTED, RESET, print_stream
+from runtime.generate import DRAFTED, RESET, main, print_stream
 from runtime.text import PromptTokenizer
 
 # Without a number of nodes, loading would measure the times of steps.

@@ -19,14 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.level_expansion import (
-    Children,
-    EagleLevels,
-    Frontier,
-    HydraLevels,
-    Levels,
-    expand_tree,
-)
+from runtime.core.level_expansion import Children, EagleLevels, Frontier, HydraLevels, Levels, expand_tree
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import HeadSlots, PendingContext
 from runtime.engines.protocol import Engine, Features, ForwardPass
@@ -63,7 +56,7 @@ class AutoregressiveProposer(HeadSlots):
         self.beam_width = beam_width
         self.min_level_probability = min_level_probability
         self._heads_per_depth = heads_per_depth
-        self._num_children = num_children
+        self.num_children = num_children
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
@@ -78,11 +71,7 @@ class AutoregressiveProposer(HeadSlots):
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         self._reserve(len(last_tokens), num_nodes)
-        roots = [self._root(slot, token) for slot, token in enumerate(last_tokens)]
-        trees = [
-            self._expand(slot, token, *root, num_nodes)
-            for slot, (token, root) in enumerate(zip(last_tokens, roots, strict=True))
-        ]
+        trees = [self._tree(slot, token, num_nodes) for slot, token in enumerate(last_tokens)]
         recorder.mark("draft")
         return trees
 
@@ -95,27 +84,14 @@ class AutoregressiveProposer(HeadSlots):
         width = 0 if self._heads_per_depth else min(self.beam_width, num_nodes)
         self.engine.kv.fit(longest + width * (self.max_depth - 1), num_slots)
 
-    def _root(self, slot: int, token: int) -> tuple[Children, NDArray[np.float32]]:
-        """Read a slot's context; returns the root's children [1, K] and its state [1, H]."""
+    def _tree(self, slot: int, token: int, num_nodes: int) -> TokenTree:
+        """Read a slot's context, and expand the tree below its last token."""
         forward = self._read(slot, *self.unread(slot), token)
         self._pending[slot] = PendingContext()
-        tokens, log_probs = best_children(forward, self._num_children)
-        # Copies, because the next slot's pass uses the same buffers.
-        children = Children(tokens.copy(), log_probs.copy())
-        return children, forward.outputs["new_states"][0].copy()
-
-    def _expand(
-        self, slot: int, token: int, children: Children, states: NDArray[np.float32], num_nodes: int
-    ) -> TokenTree:
-        """The tree below a root of ``_root``'s children and state."""
-        passes = EnginePasses(
-            self.engine,
-            slot,
-            length=self._lengths[slot],
-            states=states,
-            num_depths=self.max_depth,
-            num_children=self._num_children,
-        )
+        children = best_children(forward, self.num_children)
+        # A copy, because the next passes use the same memory.
+        states = forward.outputs["new_states"][0].copy()
+        passes = EnginePasses(self, slot, self._lengths[slot], states)
         levels: Levels = HydraLevels(passes, token) if self._heads_per_depth else EagleLevels(passes)
         return expand_tree(
             levels,
@@ -156,41 +132,27 @@ class AutoregressiveProposer(HeadSlots):
 
 
 class EnginePasses:
-    """The ``LevelPasses`` of one slot of an engine, one for every level below the root.
+    """The ``LevelPasses`` of one slot of a head's engine, one for every level below the root.
 
     Draft nodes carry their parents' states and their tokens. No context is read, so A and Q are 0.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        slot: int,
-        *,
-        length: int,
-        states: NDArray[np.float32],
-        num_depths: int,
-        num_children: int | None,
-    ):
-        """Begin below the root.
+    def __init__(self, head: AutoregressiveProposer, slot: int, length: int, states: NDArray[np.float32]):
+        """length: the sequence's context in the cache, behind which the draft nodes are written
 
-        length: the sequence's context in the cache, behind which the draft nodes are written
         states: [1, H], the root's
-        num_depths: levels that the head can draft
-        num_children: as for ``best_children``
         """
-        self._engine = engine
+        self._head = head
         self._slot = slot
         self._length = length
         self._states = states
-        self._num_depths = num_depths
-        self._num_children = num_children
 
     def run_nodes(self, frontier: Frontier, parents: NDArray[np.int64], depth: int) -> Children:
         count = frontier.tokens.size
         first = parents.size - count
         # Copied before the next pass is prepared, which may use the same memory.
         states = self._states[frontier.parents]
-        forward = self._engine.forward_pass(slot=self._slot, **pass_axes(A=0, Q=0, N=count, M=count))
+        forward = self._head.engine.forward_pass(slot=self._slot, **pass_axes(A=0, Q=0, N=count, M=count))
         inputs = forward.inputs
         inputs["states"][0] = states
         inputs["token_ids"][0] = frontier.tokens
@@ -200,12 +162,12 @@ class EnginePasses:
         forward.mask_tree([parents], [self._length], first)
         forward.run()
         self._states = forward.outputs["new_states"][0]
-        return best_children(forward, self._num_children)
+        return best_children(forward, self._head.num_children)
 
     def run_paths(self, paths: NDArray[np.int64]) -> Children:
         count, depth = paths.shape[0], paths.shape[1] - 1
-        axes = pass_axes(A=0, Q=0, N=1, M=count) | depth_axes(self._num_depths, depth, count)
-        forward = self._engine.forward_pass(**axes)
+        axes = pass_axes(A=0, Q=0, N=1, M=count) | depth_axes(self._head.max_depth, depth, count)
+        forward = self._head.engine.forward_pass(**axes)
         # The root's state serves all nodes.
         forward.inputs["states"][0] = self._states
         forward.inputs[f"path_ids_{depth}"][0] = paths
@@ -213,7 +175,7 @@ class EnginePasses:
             # No context is read, so nothing is written.
             forward.inputs["write_index"][0] = 0
         forward.run()
-        return best_children(forward, self._num_children)
+        return best_children(forward, self._head.num_children)
 
 
 def best_children(forward: ForwardPass, num_children: int | None) -> Children:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,13 @@ from runtime.engines.recorder import Recorder
 # A head reads new context when it drafts. Where no drafts are wanted, the context waits until it has this
 # many tokens and is then read in one pass. A larger number takes more memory, a smaller one more passes.
 MAX_PENDING_TOKENS = 512
-# The saved context of a proposer that keeps no keys and values.
-NOTHING = np.empty(0, np.float32)
 
 
-class Proposer(Protocol):
-    """Proposes token trees. Every sequence has the slot that it has in the target model's cache."""
+class Proposer:
+    """Proposes token trees. Every sequence has the slot that it has in the target model's cache.
+
+    One that keeps nothing of the sequences has ``propose`` alone.
+    """
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
@@ -29,7 +30,6 @@ class Proposer(Protocol):
 
         features: what the pass that read them says for drafting, such as their hidden states
         """
-        ...
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         """A tree of at most ``num_nodes`` drafts for each of the first slots, below its last token.
@@ -37,28 +37,25 @@ class Proposer(Protocol):
         Raises CacheMemoryError where the head's cache finds no memory; the call may be repeated then.
         Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``search``.
         """
-        ...
+        raise NotImplementedError
 
     def swap(self, first: int, second: int) -> None:
         """Exchange the sequences of two slots, of which one may be free."""
-        ...
 
     def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
         """A copy of the head's keys and values of a slot's context from ``start`` to ``end``.
 
         The context has at least one token more. The result is empty where a head keeps none.
         """
-        ...
+        return np.empty(0, np.float32)
 
     def load_context(
         self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
     ) -> None:
         """Begin a free slot with a context [L], whose keys and values were saved in neighbouring blocks."""
-        ...
 
     def release(self, slot: int) -> None:
         """Forget a slot's context."""
-        ...
 
 
 def swap_entries(entries: list[Any], first: int, second: int) -> None:
@@ -66,31 +63,12 @@ def swap_entries(entries: list[Any], first: int, second: int) -> None:
     entries[first], entries[second] = entries[second], entries[first]
 
 
-class NoProposer:
+class NoProposer(Proposer):
     """Plain decoding, and steps without drafts: every tree is a lone root."""
-
-    def append_context(
-        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
-    ) -> None:
-        pass
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         recorder.mark("draft")
         return [TokenTree.root(token) for token in last_tokens]
-
-    def swap(self, first: int, second: int) -> None:
-        pass
-
-    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        return NOTHING
-
-    def load_context(
-        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
-    ) -> None:
-        pass
-
-    def release(self, slot: int) -> None:
-        pass
 
 
 class PendingContext:
@@ -108,13 +86,12 @@ class PendingContext:
         self.num_tokens += tokens.size
 
     def joined(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """All tokens [A] and features [A, F*H]."""
         if len(self._tokens) == 1:
             return self._tokens[0], self._features[0]
         return np.concatenate(self._tokens), np.concatenate(self._features)
 
 
-class HeadSlots:
+class HeadSlots(Proposer):
     """Keeps for every slot how long the context in the head's cache is, and which context is still unread."""
 
     def __init__(self, engine: Engine, max_num_seqs: int):
@@ -126,7 +103,6 @@ class HeadSlots:
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
     ) -> None:
-        """As ``Proposer.append_context``."""
         for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
             if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
                 # Without memory the context waits for the next draft, which fails then. Nothing may fail
@@ -162,13 +138,11 @@ class HeadSlots:
         self._pending[slot].append(tokens[-1:], features[-1:])
 
     def swap(self, first: int, second: int) -> None:
-        """As ``Proposer.swap``."""
         self.engine.kv.swap(first, second, (self._lengths[first], self._lengths[second]))
         swap_entries(self._lengths, first, second)
         swap_entries(self._pending, first, second)
 
     def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        """As ``Proposer.save_context``. Reads all of the context but its last token, if ``end`` needs it."""
         if self._has_layers and self._lengths[slot] < end:
             self.read_all_but_last(slot)
         return self.engine.kv.read(slot, start, end)
@@ -176,13 +150,11 @@ class HeadSlots:
     def load_context(
         self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
     ) -> None:
-        """As ``Proposer.load_context``."""
         if self._has_layers:
             self.engine.kv.write(slot, blocks)
         self._lengths[slot] = tokens.size
 
     def release(self, slot: int) -> None:
-        """As ``Proposer.release``."""
         self.engine.kv.release(slot)
         self._lengths[slot] = 0
         self._pending[slot] = PendingContext()

@@ -1,8 +1,7 @@
 """Prompt lookup: what followed the last tokens earlier in a text is drafted again (Saxena, 2023).
 
 It needs no head, and costs no pass. Summaries, edits of code and answers about a document repeat much of
-their prompt. ``LookupProposer`` stands around another proposer and joins the continuation that it finds with
-that one's tree.
+their prompt.
 """
 
 from collections.abc import Sequence
@@ -58,7 +57,6 @@ class LookupText:
         self._drafted: tuple[int, list[int], int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens."""
         for token in tokens:
             self.tokens.append(token)
             end = len(self.tokens)
@@ -100,11 +98,10 @@ class LookupText:
                 return
 
 
-class LookupProposer:
-    """Joins another proposer's trees with what the text itself says; the number of nodes stays the same."""
+class LookupProposer(Proposer):
+    """Joins the trees of ``inner`` with what the text itself says; the number of nodes stays the same."""
 
     def __init__(self, inner: Proposer, max_num_seqs: int):
-        """inner: a draft head's, or ``NoProposer``"""
         self.inner = inner
         self._texts = [LookupText() for _ in range(max_num_seqs)]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget import AdaptiveBudget
+from runtime.decode.budget import AdaptiveBudget, PastTexts
 from runtime.decode.budget_rules import DEFAULT_CONSTANTS, BudgetConstants
-from runtime.decode.head_trust import PastTexts
 from runtime.decode.step import FirstDrafts, StepResult
 from runtime.decode.step_costs import StepCosts
+from tests.step_costs import RecordedCosts
 
 # The last step's probabilities alone count, and the head is trusted whatever happens.
 FORGETFUL: dict[str, Any] = {
@@ -226,7 +226,7 @@ def test_a_node_is_verified_if_it_gives_more_than_its_time_gives_elsewhere(
 ) -> None:
     """Against trying every size. Here the rate is that of plain decoding, which never fades."""
     constants = replace(DEFAULT_CONSTANTS, first_steps=1e9, usual_doubt=0.0)
-    costs = StepCosts(step_ms)
+    costs = RecordedCosts(step_ms)
     budget = AdaptiveBudget(costs, calibration, constants)
     if not budget.num_nodes(len(psi)):
         return
@@ -281,7 +281,7 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
 
 def test_a_head_that_found_nothing_has_nothing_verified() -> None:
     """What the step takes beside its draft corrects the time of plain steps."""
-    costs = StepCosts(np.array([[2.0, 2.1, 2.2]]))
+    costs = RecordedCosts(np.array([[2.0, 2.1, 2.2]]))
     budget = AdaptiveBudget(costs, None)
     assert budget.num_nodes(1) > 0
     assert budget.num_verified(np.zeros((1, 0))) == 0
@@ -294,7 +294,7 @@ def test_a_first_draft_that_is_not_verified_and_right_makes_the_next_ones_worth_
     log_probs = np.log([[0.3]])
 
     def verified_after(is_right: bool) -> list[int]:
-        costs = StepCosts(np.array([[2.0, 3.0]]))
+        costs = RecordedCosts(np.array([[2.0, 3.0]]))
         costs.record(1, 0, 2.2, draft_ms=0.2)
         budget = AdaptiveBudget(
             costs, None, replace(DEFAULT_CONSTANTS, first_gain=0.9, first_weight=1e9, usual_doubt=0.0)
@@ -372,7 +372,7 @@ def test_the_worth_follows_what_is_accepted_by_a_share() -> None:
 
 def steps_of_a_head_that_finds_nothing(num_seqs: int) -> NDArray[np.int64]:
     """The steps of 1,000 in which it was tried."""
-    costs = StepCosts(np.tile([2.0, 3.8], (num_seqs, 1)))
+    costs = RecordedCosts(np.tile([2.0, 3.8], (num_seqs, 1)))
     costs.record(num_seqs, 0, 3.5, draft_ms=1.5)
     budget = AdaptiveBudget(costs, (1.0, 0.0), replace(DEFAULT_CONSTANTS, usual_doubt=0.0, first_gain=0.99))
     log_probs, drafted = np.full((num_seqs, 1), np.log(0.0001)), []
@@ -405,7 +405,7 @@ def test_whether_a_step_drafts_follows_what_was_accepted() -> None:
 
     def last_sizes(psi: float, period: int) -> list[int]:
         """Every ``period``-th step has its draft accepted."""
-        costs = StepCosts(np.array([[2.0, 3.0]]))
+        costs = RecordedCosts(np.array([[2.0, 3.0]]))
         costs.record(1, 0, 2.2, draft_ms=0.2)
         budget = AdaptiveBudget(costs, None)
         sizes = []
@@ -506,7 +506,7 @@ def test_recorded_times_correct_the_slope(slope: float) -> None:
     """Times measured with another slope and level become those of the steps, also of sizes that none had."""
     nodes = np.arange(17)
     real = np.where(nodes > 0, 12.0 + 1.2 * nodes, 10.0)
-    costs = StepCosts(np.where(nodes > 0, 15.0 + slope * nodes, 10.0)[None])
+    costs = RecordedCosts(np.where(nodes > 0, 15.0 + slope * nodes, 10.0)[None])
     for size in [1, 3, 8, 2, 4, 6] * 20:
         costs.record(1, size, real[size])
     found = costs.of(1)
@@ -516,7 +516,7 @@ def test_recorded_times_correct_the_slope(slope: float) -> None:
 
 def test_steps_of_one_size_say_nothing_of_the_slope() -> None:
     measured = np.array([10.0, 12.0, 13.0, 14.0, 15.0])
-    costs = StepCosts(measured[None])
+    costs = RecordedCosts(measured[None])
     for _ in range(50):
         costs.record(1, 3, 16.0)
     np.testing.assert_allclose(costs.of(1), measured + 2)

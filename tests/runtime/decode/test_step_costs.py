@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.decode.step_costs import DEFAULT_CONSTANTS, StepCosts
+from runtime.decode.step_costs import DEFAULT_CONSTANTS
+from tests.step_costs import RecordedCosts
 
 STEP_MS = np.array([[2.0, 3.0, 4.0], [3.0, 5.0, 7.0], [4.0, 7.0, 9.0], [5.0, 9.0, 11.0], [6.0, 11.0, 13.0]])
 
 
-def make() -> StepCosts:
-    return StepCosts(STEP_MS, DEFAULT_CONSTANTS)
+def make() -> RecordedCosts:
+    return RecordedCosts(STEP_MS, DEFAULT_CONSTANTS)
 
 
 def test_as_measured_until_something_is_recorded() -> None:
@@ -69,7 +70,7 @@ def test_a_correction_of_plain_steps_is_a_moving_average() -> None:
 def test_a_correction_of_drafting_steps_is_a_line_over_the_nodes() -> None:
     """Steps that take 1 ms more and 0.5 ms more a node, in turns of 1, 4 and 8 nodes."""
     step_ms = np.arange(2.0, 12.0)[None, :]
-    costs = StepCosts(step_ms, replace(DEFAULT_CONSTANTS, slope_prior=1e-9))
+    costs = RecordedCosts(step_ms, replace(DEFAULT_CONSTANTS, slope_prior=1e-9))
     for num_nodes in [1, 4, 8] * 20:
         costs.record(1, num_nodes, step_ms[0, num_nodes] + 1.0 + 0.5 * num_nodes)
     drafted = np.arange(1, 10)
@@ -79,7 +80,7 @@ def test_a_correction_of_drafting_steps_is_a_line_over_the_nodes() -> None:
 def test_a_line_over_few_numbers_of_nodes_is_flattened() -> None:
     """Noise of two neighbouring numbers of nodes must not decide about far ones."""
     step_ms = np.arange(2.0, 12.0)[None, :]
-    costs = StepCosts(step_ms, replace(DEFAULT_CONSTANTS, beside_prior=np.inf))
+    costs = RecordedCosts(step_ms, replace(DEFAULT_CONSTANTS, beside_prior=np.inf))
     for num_nodes in [1, 2] * 20:
         costs.record(1, num_nodes, step_ms[0, num_nodes] + 0.9 * num_nodes)
     assert costs.of(1)[9] == pytest.approx(step_ms[0, 9] + 0.9 * 1.5 + 0.1 * 7.5, abs=0.1)
@@ -90,7 +91,7 @@ def test_recorded_times_show_stairs() -> None:
     nodes = np.arange(17)
     real = np.where(nodes > 0, 30.0 + 0.8 * nodes + 4.0 * ((nodes + 1) // 7), 28.0)
     measured = np.where(nodes > 0, 31.0 + 1.4 * nodes, 28.0)
-    costs = StepCosts(measured[None])
+    costs = RecordedCosts(measured[None])
     random = np.random.default_rng(0)
     for size in random.permutation([1, 2, 3, 4, 5, 6, 8] * 40):
         costs.record(1, size, real[size] * random.uniform(0.95, 1.05))
@@ -109,7 +110,7 @@ def test_a_step_that_the_machine_slept_through_does_not_count_for_what_it_took()
 
 def test_slow_plain_steps_of_before_are_not_believed_for_ever() -> None:
     """While steps draft, no plain step is seen that would correct it, and drafts would always seem to pay."""
-    costs = StepCosts(np.array([[10.0, 12.0, 13.0]]))
+    costs = RecordedCosts(np.array([[10.0, 12.0, 13.0]]))
     for _ in range(20):
         costs.record(1, 0, 30.0)
     for _ in range(100):
@@ -119,14 +120,14 @@ def test_slow_plain_steps_of_before_are_not_believed_for_ever() -> None:
 
 def test_plain_steps_take_no_longer_than_drafted_ones_without_their_draft() -> None:
     """The machine was slow while plain steps were measured, and none was recorded."""
-    costs = StepCosts(np.array([[20.0, 20.0, 20.5]]))
+    costs = RecordedCosts(np.array([[20.0, 20.0, 20.5]]))
     for _ in range(100):
         costs.record(1, 1, 15.0, draft_ms=4.0)
     assert costs.of(1)[:2] == pytest.approx([11.0, 15.0], abs=0.1)
 
 
 def test_plain_steps_that_take_less_are_believed() -> None:
-    costs = StepCosts(np.array([[20.0, 25.0, 25.5]]))
+    costs = RecordedCosts(np.array([[20.0, 25.0, 25.5]]))
     for _ in range(100):
         costs.record(1, 0, 20.0)
         costs.record(1, 2, 25.5, draft_ms=1.0)

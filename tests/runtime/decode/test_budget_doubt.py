@@ -5,40 +5,40 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from runtime.decode.head_trust import (
-    DEFAULT_TRUST,
-    PAST,
-    PastTexts,
-    TrustConstants,
+from runtime.decode.budget import PastTexts
+from runtime.decode.budget_rules import (
+    DEFAULT_CONSTANTS,
+    KNOWN,
+    BudgetConstants,
     follow_first_drafts,
     forget_doubt,
 )
-from runtime.decode.records import as_record
+from runtime.decode.step_costs import as_record
 
 
 class Text:
     """The doubt in a text."""
 
-    def __init__(self, constants: TrustConstants = DEFAULT_TRUST, past: PastTexts | None = None):
+    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
         self._past = past or PastTexts(constants)
-        self._state = np.zeros(1, PAST)
+        self._state = np.zeros(1, KNOWN)
         self._state["doubt"] = self._past.first_doubt(constants)
-        self._constants = as_record(constants)
+        self._state["constants"] = as_record(constants)
 
     @property
     def trust(self) -> float:
         return 1 - float(self._state["doubt"][0])
 
     def follow(self, first: Sequence[float], are_right: Sequence[bool]) -> None:
-        follow_first_drafts(self._state[0], self._constants[0], np.array(first), np.array(are_right))
+        follow_first_drafts(self._state[0], np.array(first), np.array(are_right))
 
     def end_step(self) -> None:
-        forget_doubt(self._state[0], self._past.state[0], self._constants[0])
+        forget_doubt(self._state[0], self._past.state[0])
 
 
 def test_the_trust_in_a_head_follows_bayes_rule() -> None:
     """Against the product of all likelihoods; after few right drafts a head is trusted again."""
-    constants = TrustConstants(usual_doubt=0.3)
+    constants = BudgetConstants(usual_doubt=0.3)
     text = Text(constants)
     text.follow([0.9, 0.5], [False, True])
     text.follow([0.0, 1.0, 0.2], [False, True, False])
@@ -65,7 +65,7 @@ def test_doubt_goes_while_nothing_is_drafted_and_is_carried_to_the_next_text() -
     for _ in range(500):
         text.follow([0.9], [False])
         text.end_step()
-    constants = DEFAULT_TRUST
+    constants = DEFAULT_CONSTANTS
     assert Text(past=past).trust == pytest.approx(1 - constants.max_doubt)
     assert Text().trust == pytest.approx(1 - constants.usual_doubt)
     before = text.trust
