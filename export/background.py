@@ -7,8 +7,8 @@ import multiprocessing
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Self, TypeVar
@@ -44,11 +44,8 @@ class BackgroundProcess(Generic[T]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._on_result = on_result
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._receive, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._received = self._thread.submit(self._receive, on_result)
 
     def __enter__(self) -> Self:
         return self
@@ -56,31 +53,28 @@ class BackgroundProcess(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.join()
-        self._thread.join()
+        self._thread.shutdown()
         self._connection.close()
 
     def results(self) -> list[T]:
         """All results, once there are no more. Raises what the function raised."""
-        self._thread.join()
-        if self._error:
-            raise self._error
-        return self._results
+        return self._received.result()
 
-    def _receive(self) -> None:
+    def _receive(self, on_result: Callable[[T], None]) -> list[T]:
+        results: list[T] = []
         try:
             while (message := self._connection.recv()) is not None:
                 if isinstance(message, BaseException):
                     raise message
-                self._results.append(message)
-                self._on_result(message)
+                results.append(message)
+                on_result(message)
         except EOFError:
             self._process.join()
-            self._error = ExportError(
+            raise ExportError(
                 f"a process of the export ended with the status {self._process.exitcode}; if it was killed, "
                 "there may not be enough memory"
-            )
-        except BaseException as error:
-            self._error = error
+            ) from None
+        return results
 
 
 def _send_results(

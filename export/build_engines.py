@@ -27,7 +27,6 @@ from export.options import (
     NUM_DRAFTS,
     STREAM_PASSES,
     TREE_TARGET,
-    VERIFY_PASS,
     DraftOrder,
     Options,
 )
@@ -82,17 +81,11 @@ def build(
             precision=options.precision,
             model=source.spec,
             drafter=built.drafter,
-            graphs={name: graph.file.written.contract for name, graph in built.graphs.items()},
+            graphs={name: file.written.contract for name, file in built.graphs.items()},
             files=file_records(scratch),
-            versions={
-                "python": platform.python_version(),
-                **installed_versions(),
-            },
-            validation={
-                **{name: graph.differences for name, graph in built.graphs.items()},
-                **built.engine_validation,
-            },
-            quality=dataclasses.asdict(built.quality) if built.quality else None,
+            versions={"python": platform.python_version(), **installed_versions()},
+            validation=built.differences,
+            quality=built.quality,
             engine_plan=built.engine_plan,
             step_nodes=built.step_nodes,
             row_invariant=target.row_invariant(options),
@@ -190,7 +183,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     _add_weights(found.add_argument_group("weights"))
     _add_engine(found.add_argument_group("engines of a GPU, and steps on a device"))
     _add_drafting(found.add_argument_group("drafting"))
-    found.set_defaults(parallel=available_cores() > 1)
+    found.set_defaults(**vars(Options(parallel=available_cores() > 1)))
     return found
 
 
@@ -218,36 +211,29 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
     add(
         "--precision",
         choices=PRECISIONS,
-        default=Options.precision,
         help=f"precision of the target model's weights (default {Options.precision}); int8, int4 and "
         "fp8 quantise them, which changes what the model says",
     )
     add(
         "--drafter-precision",
         choices=PRECISIONS,
-        default=Options.drafter_precision,
         help=f"precision of the draft head's weights, which never changes the output (default: "
         f"{DEFAULT_HEAD_PRECISION}, for streams the target model's)",
     )
     add(
         "--activations",
         choices=("fp16", "bf16"),
-        default=Options.activations,
         help="of engines of TensorRT and torch with quantised weights (default: fp16; bf16 beside weights in "
         "bf16, and for torch fp32 beside fp32)",
     )
     add(
         "--lm-head",
         choices=LM_HEADS,
-        default=Options.lm_head,
         help="precision of the target model's LM head beside quantised weights: same as theirs, int8 beside "
         "int4 (ONNX Runtime, the default there), or float: better texts, more memory traffic",
     )
-    add(
-        "--quantize-embedding",
-        action="store_true",
-        help="store the token embedding in int8, with one scale for each token: smaller files, less memory",
-    )
+    text = "store the token embedding in int8, with one scale for each token: smaller files, less memory"
+    add("--quantize-embedding", action="store_true", help=text)
     add(
         "--float-products",
         action="store_true",
@@ -257,7 +243,6 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
     add(
         "--int8-scales",
         choices=INT8_SCALES,
-        default=Options.int8_scales,
         help="ONNX Runtime, --precision int8: what shares a scale. columns (default): a column of "
         "weights, a row of activations; prompts, drafts and many sequences cost least. blocks: 64 weights, "
         "64 activations; one token at a time is faster on some processors",
@@ -266,7 +251,6 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         "--int4-block-size",
         type=int,
         choices=BLOCK_SIZES[::-1],
-        default=Options.int4_block_size,
         help="ONNX Runtime, --precision int4: rows of the weights that share a scale (default 32). Larger "
         "blocks take less memory, and less time for several rows, and lose more; matrices whose rows are no "
         "multiple of a block take the next smaller one",
@@ -285,43 +269,31 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add(
         "--attention",
         choices=ATTENTION,
-        default=Options.attention,
         help="of the target model. invariant (default for ONNX Runtime): products whose sums do not depend "
         "on what a pass computes beside a token; fused (default for TensorRT): one Attention operator; "
         "grouped: the same, with query heads that share keys as rows of one head; primitive: MatMul, Where "
         "and Softmax, which a model that caps its scores softly has in place of the last two",
     )
-    add(
-        "--gpu",
-        dest="gpus",
-        type=lambda text: tuple(dict.fromkeys(text.split(","))),
-        default=Options.gpus,
-        help="GPUs that tensorrt-rtx compiles for, such as sm89 or sm80,sm120",
-    )
-    add(
-        "--max-batch",
-        type=int,
-        default=Options.max_batch,
-        help=f"sequences that a TensorRT engine decodes together at most (default {Options.max_batch})",
-    )
+    text = "GPUs that tensorrt-rtx compiles for, such as sm89 or sm80,sm120"
+    add("--gpu", dest="gpus", type=lambda given: tuple(dict.fromkeys(given.split(","))), help=text)
+    text = f"sequences that a TensorRT engine decodes together at most (default {Options.max_batch})"
+    add("--max-batch", type=int, help=text)
     add(
         "--max-nodes",
         type=int,
-        default=Options.max_nodes,
         help="draft nodes that a TensorRT engine verifies in a step at most (default 64 for one sequence, 16 "
         "for several)",
     )
     text = "GiB of the GPU; larger TensorRT engines with their caches are refused"
-    add("--gpu-memory", type=float, default=Options.gpu_memory, help=text)
+    add("--gpu-memory", type=float, help=text)
     add(
         "--step-nodes",
         type=_sizes,
-        default=Options.step_nodes,
         help="draft nodes of the steps that a device can run by itself, such as 8,16,32, or none (default: "
         "none for onnxruntime; for TensorRT 4,16,64 up to --max-nodes)",
     )
     text = "file in which TensorRT keeps what it measured, for later builds"
-    add("--timing-cache", type=Path, default=Options.timing_cache, help=text)
+    add("--timing-cache", type=Path, help=text)
 
 
 def _add_drafting(group: argparse._ArgumentGroup) -> None:
@@ -329,27 +301,21 @@ def _add_drafting(group: argparse._ArgumentGroup) -> None:
     add(
         "--top-k",
         type=int,
-        default=Options.top_k,
         help=f"labels of a frame, or children of a node (default {Options.top_k}); a head with a "
         "transition keeps at most the labels that its transition may move",
     )
-    add(
-        "--beam-width",
-        type=int,
-        default=Options.beam_width,
-        help=f"nodes of a level that a hydra or eagle head expands at most (default {Options.beam_width})",
-    )
+    text = f"nodes of a level that a hydra or eagle head expands at most (default {Options.beam_width})"
+    add("--beam-width", type=int, help=text)
     add(
         "--min-level-probability",
         type=float,
-        default=Options.min_level_probability,
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
         f"(default {Options.min_level_probability})",
     )
     text = "of speculative streams: draft in the pass that verifies (default), or in a pass of their own"
-    add("--stream-pass", choices=STREAM_PASSES, default=VERIFY_PASS, help=text)
+    add("--stream-pass", choices=STREAM_PASSES, help=text)
     text = "of streams in the verify pass: drafts that go on to the upper layers (default: all)"
-    add("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
+    add("--kept-nodes", type=int, help=text)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

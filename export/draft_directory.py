@@ -3,7 +3,9 @@
     OUT/config.json          the fields of Qwen3's configuration, which every engine knows, and our own
     OUT/model.safetensors    the head's weights, by the names of ``integrations.frames``
 
-Modules named after an engine add what that engine is told: ``export.vllm_target`` and its neighbours.
+Modules named after an engine add what that engine is told: ``export.vllm_target`` and its neighbours. Before
+the model's weights are loaded, they raise ExportError for a head or a target model that the engine cannot
+use, and for options of engines of our own. They leave nothing half-written.
 
 A ``block`` head with the trunk ``dspark`` and a ``markov`` transition is written in DSpark's form (arXiv
 2607.05147), which engines load without a plug-in: the weights have DSpark's names, ``architectures`` is
@@ -19,7 +21,6 @@ A head with the trunk ``dflash`` is written in DFlash's form (arXiv 2602.06036):
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,27 +128,15 @@ def dspark_config(head: DrafterConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class CheckedHead:
-    """config: the head's; top_k: labels of a frame that the search reads"""
-
-    config: DrafterConfig
-    top_k: int
-
-
 def check_head(
-    order: DraftOrder,
-    *,
-    target: str,
-    engine: str,
-    whole_vocabulary: bool = True,
-) -> CheckedHead:
-    """The head that a draft directory is made of, before any weights are loaded.
+    order: DraftOrder, *, target: str, engine: str, whole_vocabulary: bool = True
+) -> tuple[DrafterConfig, int]:
+    """The head that a draft directory is made of, and the labels of a frame that its search reads.
 
     target, engine: the value of ``--target``, and the engine's name
-    whole_vocabulary: a head in DSpark's form drafts there from the target model's whole vocabulary
-
-    Raises ExportError for a head that cannot draft there, and for options of engines of our own.
+    whole_vocabulary: as of ``dspark_problem``
+    Raises ExportError, before any weights are loaded, for a head that cannot draft there, and for options of
+    engines of our own.
     """
     drafter_dir, options = order.drafter_dir, order.options
     if drafter_dir is None:
@@ -160,10 +149,8 @@ def check_head(
         raise ExportError(
             f"{flag_of(name)}: is for engines; {engine} loads the model itself, and its own options say how"
         )
-    try:
+    with refusing("--drafter", DrafterConfigError):
         head = DrafterConfig.load(drafter_dir)
-    except DrafterConfigError as error:
-        raise ExportError(f"--drafter: {error}") from error
     problem = head_problem(head)
     if head.trunk_type.has_mask_token:
         problem = dspark_problem(head, engine, whole_vocabulary=whole_vocabulary)
@@ -176,15 +163,14 @@ def check_head(
     width = frame_top_k(head, options.top_k)
     if not 1 <= width <= head.label_count:
         raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")
-    return CheckedHead(head, width)
+    return head, width
 
 
 def check_target(model: Path, *, engine: str, model_types: Sequence[str]) -> Path:
-    """The target model's directory, before any weights are loaded.
+    """The target model's directory.
 
     model_types: of the models whose hidden states the engine gives to a draft model
-
-    Raises ExportError for a model that the engine cannot read, or cannot draft for.
+    Raises ExportError, before any weights are loaded, for a model that the engine cannot read or draft for.
     """
     if is_gguf(model):
         raise ExportError(f"--model: expected a directory, which {engine} reads, got {model}")
@@ -217,8 +203,7 @@ def write_draft(directory: Path, source: Source, config: dict[str, Any], dtype: 
 
 def model_dtype(model_dir: Path) -> torch.dtype:
     """The number format of the target model's checkpoint, in which a head is written too."""
-    found: torch.dtype = getattr(load_config(local_model(model_dir)), "dtype", None) or torch.float32
-    return found
+    return getattr(load_config(local_model(model_dir)), "dtype", None) or torch.float32
 
 
 def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor]:

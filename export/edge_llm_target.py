@@ -18,17 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from drafters.attention import AttentionFrames
-from drafters.config import DrafterConfig
-from export.draft_directory import (
-    check_head,
-    check_target,
-    draft_config,
-    model_dtype,
-    new_draft,
-    write_draft,
-    write_json,
-    write_record,
-)
+from export import draft_directory as draft
 from export.errors import ExportError
 from export.graphs.dflash import trace_draft
 from export.graphs.trace import silence_libraries
@@ -45,40 +35,38 @@ TARGET_MODEL_TYPES = ("llama", "qwen3")
 
 
 def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
-    """Write a draft directory.
-
-    Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
-    used in Edge-LLM, and for options that are of engines; leaves nothing half-written.
-    """
+    """Write a draft directory; ``export.draft_directory`` says what is refused."""
     if order.max_context is not None:
         raise ExportError(f"--max-context: is for engines; {ENGINE}'s builder has an option of its own")
-    head = check_head(order, target=TARGET, engine=ENGINE)
-    trunk = head.config.trunk_type
+    head, top_k = draft.check_head(order, target=TARGET, engine=ENGINE)
+    trunk = head.trunk_type
     if trunk.silent_start:
         raise ExportError(
-            f"--drafter: {order.drafter_dir}: trunk: expected 'attention' or 'dspark', got "
-            f"{head.config.trunk!r}"
+            f"--drafter: {order.drafter_dir}: trunk: expected 'attention' or 'dspark', got {head.trunk!r}"
         )
     is_dspark = trunk.has_mask_token
-    problem = None if is_dspark else dflash_problem(head.config)
-    if problem:
-        raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
-    model_dir = check_target(order.model_dir, engine=ENGINE, model_types=TARGET_MODEL_TYPES)
-    with new_draft(order, TARGET, progress) as (scratch, source):
-        model, draft = str(model_dir.resolve()), str(order.out.resolve())
+    if not is_dspark and head.attention_window is not None:
+        raise ExportError(
+            f"--drafter: {order.drafter_dir}: attention_window: expected none, because attention over blocks "
+            f"has none in {ENGINE}, got {head.attention_window}"
+        )
+    model_dir = draft.check_target(order.model_dir, engine=ENGINE, model_types=TARGET_MODEL_TYPES)
+    with draft.new_draft(order, TARGET, progress) as (scratch, source):
+        model, out = str(model_dir.resolve()), str(order.out.resolve())
         if is_dspark:
             progress("writing the head's weights")
-            write_draft(scratch, source, draft_config(source, head.top_k), model_dtype(order.model_dir))
-            arguments = {"model_dir": model, "draft_model_dir": draft, "spec_type": "dspark"}
+            dtype = draft.model_dtype(order.model_dir)
+            draft.write_draft(scratch, source, draft.draft_config(source, top_k), dtype)
+            arguments = {"model_dir": model, "draft_model_dir": out, "spec_type": "dspark"}
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
             command = f"tensorrt-edgellm-build {flags} --engine-dir ENGINES"
         else:
             silence_libraries()
             progress("tracing the draft head")
-            write_graph(scratch, source, head.top_k)
-            arguments = {"model_dir": model, "dflash_draft_dir": draft}
-            command = f"tensorrt-edgellm-export {model} GRAPHS --dflash-base --dflash-draft-dir {draft}"
-        write_record(scratch, TARGET, order, arguments)
+            write_graph(scratch, source, top_k)
+            arguments = {"model_dir": model, "dflash_draft_dir": out}
+            command = f"tensorrt-edgellm-export {model} GRAPHS --dflash-base --dflash-draft-dir {out}"
+        draft.write_record(scratch, TARGET, order, arguments)
     progress(f"wrote {order.out}; {command}")
 
 
@@ -87,7 +75,7 @@ def write_graph(directory: Path, source: Source, top_k: int) -> None:
     assert isinstance(source.drafter, AttentionFrames)
     path = directory / "model.onnx"
     ir.save(trace_draft(source.drafter, top_k), path, external_data=f"{path.name}.data")
-    write_json(directory / "config.json", dflash_config(source))
+    draft.write_json(directory / "config.json", dflash_config(source))
 
 
 def dflash_config(source: Source) -> dict[str, Any]:
@@ -130,13 +118,3 @@ def dflash_config(source: Source) -> dict[str, Any]:
         "base_model_hidden_size": head.feature_size,
         "kv_cache_dtype": "fp16",
     }
-
-
-def dflash_problem(head: DrafterConfig) -> str | None:
-    """Why a head with attention cannot be a DFlash draft of Edge-LLM, or None."""
-    if head.attention_window is not None:
-        return (
-            f"attention_window: expected none, because attention over blocks has none in {ENGINE}, "
-            f"got {head.attention_window}"
-        )
-    return None

@@ -85,15 +85,12 @@ def graph_forms(
         # A head in int4 has the same weights in every target, so that one bundle can check another.
         drafter = replace(drafter, weights=BFLOAT16_SCALES)
     streaming = GraphForm(backbone, features, drafter_capacity, other_weights, embedding)
+    drafts = GraphForm(drafter, features, drafter_capacity, embedding=embedding)
     if source.drafter and source.drafter.config.trunk_type.borrows_layers:
-        drafts = replace(streaming, sliced="drafter" in sliced)
-    else:
-        drafts = GraphForm(
-            drafter, features, drafter_capacity, embedding=embedding, sliced="drafter" in sliced
-        )
+        drafts = streaming
     return {
         "backbone": replace(streaming, capacity=backbone_capacity, sliced="backbone" in sliced),
-        "drafter": drafts,
+        "drafter": replace(drafts, sliced="drafter" in sliced),
         "streaming": streaming,
     }
 
@@ -113,16 +110,13 @@ def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
 def sliced(contract: GraphSpec) -> GraphSpec:
     """The contract of a graph after ``slice_caches``."""
 
-    def renamed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        caches = ("past_", "present_")
-        return tuple(
-            tensor
-            if tensor.name.startswith(caches)
-            else TensorSpec(tensor.name, tuple("R" if a == "S" else a for a in tensor.shape), tensor.dtype)
-            for tensor in tensors
-        )
+    def renamed(tensor: TensorSpec) -> TensorSpec:
+        if tensor.name.startswith(("past_", "present_")):
+            return tensor
+        shape = tuple("R" if axis == "S" else axis for axis in tensor.shape)
+        return TensorSpec(tensor.name, shape, tensor.dtype)
 
-    return GraphSpec(renamed(contract.inputs), renamed(contract.outputs))
+    return GraphSpec(tuple(map(renamed, contract.inputs)), tuple(map(renamed, contract.outputs)))
 
 
 def save_graph(

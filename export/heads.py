@@ -1,8 +1,7 @@
 """What the export makes of a draft head: one record a family.
 
 ``EXPORTS`` has a record for every family of ``drafters.head_types``: the options that its heads take, the
-contract and the module of their graph, the check against PyTorch, the step-logic graphs around the graph, and
-the sizes for which engines are compiled.
+contract, the module and the check of their graph, and the sizes that engines are compiled for.
 """
 
 from collections.abc import Callable, Collection
@@ -23,10 +22,9 @@ from drafters.parallel import ParallelDrafter
 from drafters.streaming import StreamFrames
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
-from export.graphs.modules import AutoregressiveGraph, ParallelGraph
-from export.graphs.streaming import StreamHeadGraph, StreamingGraph
+from export.graphs.modules import AutoregressiveGraph, ParallelGraph, StreamHeadGraph, StreamingGraph
 from export.options import FUSED, STREAM_PASSES, VERIFY_PASS, Options
-from export.step.build import LATTICE_STEPS, LEVEL_STEPS, MAX_TOP_K_ELEMENTS, DeviceDrafter, DraftSteps
+from export.step.build import MAX_TOP_K_ELEMENTS, STEPS, DeviceDrafter
 from export.verify.heads import (
     autoregressive_reference,
     check_autoregressive,
@@ -61,8 +59,7 @@ class PreparedDrafter:
     @property
     def on_device(self) -> DeviceDrafter | None:
         """The head as a device drafts with it; None if no device can run its steps by itself."""
-        steps = EXPORTS[self.spec.family].steps
-        return DeviceDrafter(self.spec, self.contract, steps) if steps else None
+        return (self.spec, self.contract) if self.spec.family in STEPS else None
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,10 @@ class FamilyExport:
     """What the export makes of the heads of a family.
 
     prepare: checks the options for a head, and gives its contract, its module to trace and its check
-    steps: the step-logic graphs around the head's graph; None if a device cannot run its steps by itself
     axes: by the names of the axes of the graph's inputs; None if they are those of the target model's pass
     """
 
     prepare: Callable[[Any, Options, ModelSpec | None], PreparedDrafter]
-    steps: DraftSteps | None
     axes: Callable[[DrafterConfig, Options, Collection[str]], DraftAxes] | None
 
 
@@ -107,7 +102,10 @@ def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None 
         ("--kept-nodes", options.kept_nodes is not None, family == STREAMING, "streams in the verify pass"),
     ):
         if is_set and not is_free:
-            raise ExportError(f"{flag}: is for {owner} only, got {_described(drafter.config, options)}")
+            given = f"a {drafter.config.drafter_type} head"
+            if drafter.config.trunk_type.borrows_layers:
+                given = f"a head of streams with --stream-pass {options.stream_pass}"
+            raise ExportError(f"{flag}: is for {owner} only, got {given}")
     if isinstance(drafter, StreamFrames) and options.head_precision != options.precision:
         raise ExportError(
             f"--drafter-precision: streams run through the target model's layers, which have the "
@@ -116,32 +114,18 @@ def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None 
     return EXPORTS[family].prepare(drafter, options, model)
 
 
-def _described(config: DrafterConfig, options: Options) -> str:
-    if config.trunk_type.borrows_layers:
-        return f"a head of streams with --stream-pass {options.stream_pass}"
-    return f"a {config.drafter_type} head"
-
-
 def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSpec | None) -> PreparedDrafter:
+    spec, attention, slack = _parallel_spec(drafter.config, options), options.head_attention, 1.0
     if isinstance(drafter, StreamFrames):
-        return _prepare_stream_head(drafter, options, model)
-    spec = _parallel_spec(drafter.config, options)
-    return _prepared(drafter, spec, ParallelGraph(drafter, spec.top_k, options.head_attention))
+        # A pass of their own, which is that of a parallel drafter with the target model's layers.
+        assert model is not None
+        spec = replace(spec, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        slack = DRAFT_SLACK
+        context = model.max_position_embeddings
+        module: nn.Module = StreamHeadGraph(drafter, context, spec.top_k, attention)
+    else:
+        module = ParallelGraph(drafter, spec.top_k, attention)
 
-
-def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
-    """Streams in a pass of their own, which is that of a parallel drafter with the model's own layers."""
-    assert model is not None
-    spec = replace(
-        _parallel_spec(drafter.config, options), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
-    )
-    module = StreamHeadGraph(drafter, model.max_position_embeddings, spec.top_k, options.head_attention)
-    return _prepared(drafter, spec, module, slack=DRAFT_SLACK)
-
-
-def _prepared(
-    drafter: ParallelDrafter, spec: DrafterSpec, module: nn.Module, *, slack: float = 1.0
-) -> PreparedDrafter:
     def check(features: NDArray[np.float32]) -> Check:
         reference = parallel_reference(drafter, features, width=spec.top_k)
         return lambda graph: check_parallel(graph, reference, slack=slack)
@@ -235,15 +219,10 @@ def _autoregressive_axes(config: DrafterConfig, options: Options, names: Collect
 
 
 EXPORTS = {
-    PARALLEL: FamilyExport(_prepare_parallel, LATTICE_STEPS, _parallel_axes),
-    AUTOREGRESSIVE: FamilyExport(_prepare_autoregressive, LEVEL_STEPS, _autoregressive_axes),
-    STREAMING: FamilyExport(_prepare_streaming, None, None),
+    PARALLEL: FamilyExport(_prepare_parallel, _parallel_axes),
+    AUTOREGRESSIVE: FamilyExport(_prepare_autoregressive, _autoregressive_axes),
+    STREAMING: FamilyExport(_prepare_streaming, None),
 }
-
-
-def export_of(config: DrafterConfig, options: Options) -> FamilyExport:
-    """The record of a head's family."""
-    return EXPORTS[options.family_of(config).name]
 
 
 def step_sizes(config: DrafterConfig | None, options: Options, most: int) -> tuple[int, ...]:
@@ -254,7 +233,7 @@ def step_sizes(config: DrafterConfig | None, options: Options, most: int) -> tup
     sizes = options.step_nodes
     if sizes is None:
         sizes = (0,)
-        steps = export_of(config, options).steps if config else None
+        steps = STEPS.get(options.family_of(config).name) if config else None
         if config and steps:
             sizes += tuple(
                 size
@@ -275,7 +254,7 @@ def check_step_nodes(
     for size in sorted({*step_nodes} - {0}):
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
-        steps = export_of(config, options).steps
+        steps = STEPS.get(options.family_of(config).name)
         if steps is None:
             raise ExportError(
                 "--step-nodes: streams of the verify pass run in steps on the host, a device has steps of 0 "

@@ -30,14 +30,15 @@ STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a build. Each field but ``parallel`` has a flag in ``export.build_engines``: ``flag_of``.
+    """Options of a build; None takes the target's own choice where nothing else is said.
+
+    Each field but ``parallel`` has a flag in ``export.build_engines`` (``flag_of``), whose help says more.
 
     precision: of the target model's weights: a name of ``export.quantisation.precision.PRECISIONS``
-    drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
-        takes the target model's
-    activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
+    drafter_precision: of the draft head, which never changes the text; None takes the target model's
+    activations: fp16 or bf16, beside quantised weights
     lm_head: of a target model whose other weights are quantised: ``same`` (quantised like them), ``int8``
-        beside int4, or ``float``, as precise as the activations; None takes the target's own choice
+        beside int4, or ``float``, as precise as the activations
     quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
     calibration_text: the text by whose activations weights in int4 are rounded and quantised products are
@@ -46,18 +47,14 @@ class Options:
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
         ``max_nodes`` of None is 64 for one sequence and 16 for several
     gpu_memory: GiB that all engines and their caches may need together
-    step_nodes: draft nodes of the steps that a device can run by itself; None takes the target's own choice
+    step_nodes: draft nodes of the steps that a device can run by itself
     timing_cache: file of the compiler's measurements, which make later builds faster
-    attention: of the target model: ``invariant`` (products whose sums do not depend on what is computed
-        beside a row), ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share
-        keys as rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its
-        attention scores softly has in place of the last two; None takes the target's own choice
+    attention: of the target model: ``invariant``, ``fused``, ``grouped`` or ``primitive``, which a model that
+        caps its attention scores softly has in place of the two before
     float_products: compute products with quantised weights in float32 on a CPU too
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
-        of activations, so that further rows cost least, or ``blocks`` of both, with which some processors
-        compute a row alone faster
-    int4_block_size: rows of the target model's int4 weights that share a scale on a CPU; larger blocks take
-        less memory, and less time for several rows, and lose more
+        of activations, or ``blocks`` of both
+    int4_block_size: rows of the target model's int4 weights that share a scale on a CPU
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

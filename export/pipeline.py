@@ -7,23 +7,21 @@ rounding.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
 from export.errors import ExportError
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
+from export.graphs.compiled import write_compiled_form
 from export.graphs.contracts import target_model_contract
-from export.graphs.joined_attention import join_attention, join_standard_attention
-from export.graphs.joined_products import join_products
 from export.graphs.merge import join_heads, merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
@@ -32,8 +30,8 @@ from export.options import FUSED, INVARIANT, Options
 from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
 from export.quantisation.gptq import round_products
 from export.quantisation.int8_activations import write_integer_graph
-from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS, INT8_ALONE
-from export.quantisation.quality import Quality, QualityMeasurement
+from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS, INT8_ALONE, Precision
+from export.quantisation.quality import QualityMeasurement
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import (
     CODES,
@@ -56,30 +54,21 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class CheckedGraph:
-    """An ONNX file and how far it is from PyTorch; its check compares an engine made of it as well."""
-
-    file: GraphFile
-    differences: dict[str, float]
-
-
-@dataclass(frozen=True)
 class CheckedGraphs:
     """All graphs of a source by name.
 
+    differences: from PyTorch, of the graphs, of their second forms, and of compiled engines that were run
     quality: where the target model's weights are quantised
-    engine_plan: where they were compiled
     step_nodes: sizes of the trees that a step on a device can have
-    engine_validation: the differences from PyTorch of compiled engines, where they were run, and of the
-        second forms of graphs
+    engine_plan: where they were compiled
     """
 
-    graphs: dict[str, CheckedGraph]
+    graphs: dict[str, GraphFile]
+    differences: dict[str, dict[str, float]]
     drafter: DrafterSpec | None
-    quality: Quality | None = None
+    quality: dict[str, str | int | float] | None
+    step_nodes: tuple[int, ...]
     engine_plan: EnginePlan | None = None
-    engine_validation: dict[str, dict[str, float]] = field(default_factory=dict)
-    step_nodes: tuple[int, ...] = ()
 
 
 def build_graphs(
@@ -130,7 +119,7 @@ def build_graphs(
     arguments = (directory, forms, source.spec, contract, on_device, step_nodes)
     if step_nodes:
         progress(f"writing the graphs of steps with {', '.join(map(str, step_nodes))} nodes")
-    with step_files(arguments, on_step_graph, parallel=options.parallel) as files:
+    with step_files(arguments, on_step_graph, parallel=options.parallel) as step_graphs:
         measurement, quality = None, None
         if forms["backbone"].precision.weights or forms["backbone"].embedding:
             progress("measuring the target model in float32")
@@ -170,7 +159,7 @@ def build_graphs(
                 round_parameters(source.drafter, of_head)
         round_parameters(torch.nn.ModuleList(modules), rounded)
         progress("computing PyTorch's reference")
-        graphs = [*_with_checks(source, backbone, head, written), *files()]
+        files = [*_with_checks(source, backbone, head, written), *step_graphs()]
         second_forms: list[GraphFile] = []
         rounding = smoothed if precision.integer_products else None
         with rounding.rounding_activations(rounded.matrices) if rounding else nullcontext():
@@ -187,78 +176,54 @@ def build_graphs(
     for parameter in parameters:
         parameter.data = torch.empty(0)
     gc.collect()
-    checked = {}
-    for graph in graphs:
-        written = graph.written
-        progress(f"comparing {written.path.name} with PyTorch")
-        differences = graph.check(onnx_runner(written.path, written.contract, written.precision))
-        checked[written.path.stem] = CheckedGraph(graph, differences)
-    of_second_forms = {}
-    for graph in second_forms:
+    checked = {file.written.path.stem: file for file in files}
+    differences = _compare(checked, second_forms, options, progress)
+    return CheckedGraphs(checked, differences, spec, quality, step_nodes)
+
+
+def _compare(
+    files: Mapping[str, GraphFile], second_forms: Sequence[GraphFile], options: Options, progress: Progress
+) -> dict[str, dict[str, float]]:
+    """Write further forms of the files; returns the differences of all from PyTorch, by their names.
+
+    Forms that this machine does not run are not compared.
+
+    second_forms: graphs with the checks of rounded activations
+    """
+    differences: dict[str, dict[str, float]] = {}
+
+    def compare(file: GraphFile, path: Path, precision: Precision, library: Path | None = None) -> None:
+        progress(f"comparing {path.name} with PyTorch")
+        differences[path.stem] = file.check(onnx_runner(path, file.written.contract, precision, library))
+
+    for file in files.values():
+        compare(file, file.written.path, file.written.precision)
+    for file in second_forms:
         for suffix in (INT8_SUFFIX, UINT8_SUFFIX):
-            path = graph.written.path.with_suffix(suffix)
-            write_integer_graph(graph.written.path, path, unsigned=suffix == UINT8_SUFFIX)
+            path = file.written.path.with_suffix(suffix)
+            write_integer_graph(file.written.path, path, unsigned=suffix == UINT8_SUFFIX)
             # Signed weights may overflow here, and are not for this processor then.
             if suffix == UINT8_SUFFIX or adds_in_32_bits():
-                progress(f"comparing {path.name} with PyTorch")
-                differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
-                of_second_forms[path.stem] = differences
+                compare(file, path, INT8_ACTIVATIONS)
     # Streams have a graph of their own, whose texts have to be those of plain decoding in this one.
-    if options.attention == INVARIANT and STREAMING not in checked:
-        for path, differences in _write_compiled_forms(checked, second_forms, options, progress):
-            of_second_forms[path.stem] = differences
-    return CheckedGraphs(checked, spec, quality, engine_validation=of_second_forms, step_nodes=step_nodes)
-
-
-def _write_compiled_forms(
-    checked: Mapping[str, CheckedGraph],
-    second_forms: Sequence[GraphFile],
-    options: Options,
-    progress: Progress,
-) -> Iterator[tuple[Path, dict[str, float]]]:
-    """Write the forms of graphs whose operators are compiled where they run, and compare them with PyTorch.
-
-    second_forms: graphs with the checks of rounded activations, where there are any
-    Yields the forms that this machine compiles, and their differences.
-    """
+    if options.attention != INVARIANT or STREAMING in files:
+        return differences
     library = operator_library()
     rounded = {file.written.path.stem: file for file in second_forms}
-    for name in [name for name in ("backbone", "drafter") if name in checked]:
-        written, is_drafter = checked[name].file.written, name == "drafter"
+    for name in [name for name in ("backbone", "drafter") if name in files]:
+        written, is_drafter = files[name].written, name == "drafter"
         is_quantized = written.precision.weights is not None
         keeps_products = is_quantized and options.float_products and not is_drafter
         path = written.path.with_suffix(COMPILED_SUFFIX)
-        if not _write_compiled_form(
+        has_form = write_compiled_form(
             written.path, path, is_drafter=is_drafter, joins_products=not keeps_products
-        ):
-            continue
-        if library is not None:
-            progress(f"comparing {path.name} with PyTorch")
+        )
+        if has_form and library is not None:
             precision = INT8_ALONE if is_quantized and not keeps_products else written.precision
             if name in rounded:
                 precision = INT8_ACTIVATIONS
-            runner = onnx_runner(path, written.contract, precision, library)
-            yield path, rounded.get(name, checked[name].file).check(runner)
-
-
-def _write_compiled_form(path: Path, result: Path, *, is_drafter: bool, joins_products: bool) -> bool:
-    """Write the compiled form of a graph; returns whether there is one.
-
-    A layer is 5 operators of ``runtime.engines.operators`` there, and 35 or more standard ones otherwise,
-    each of which takes a time of its own besides its arithmetic. These operators are of no standard. So the
-    form is a file beside the portable one, and both read the same file of weights.
-
-    There is none if the products that are to be joined, or a target model's attention, are not found.
-    """
-    model = ir.load(path)
-    if is_drafter:
-        join_standard_attention(model)
-    elif not join_attention(model):
-        return False
-    if joins_products and not join_products(model):
-        return False
-    ir.save(model, result)
-    return True
+            compare(rounded.get(name, files[name]), path, precision, library)
+    return differences
 
 
 def _with_checks(

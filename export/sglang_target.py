@@ -8,16 +8,7 @@ OUT/sglang_draft.json                how the directory was made, and the server'
 """
 
 from drafters.config import DrafterConfig
-from export.draft_directory import (
-    CheckedHead,
-    check_head,
-    check_target,
-    draft_config,
-    model_dtype,
-    new_draft,
-    write_draft,
-    write_record,
-)
+from export import draft_directory as draft
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
@@ -28,59 +19,47 @@ TARGET = "sglang"
 
 
 def build_sglang(order: DraftOrder, progress: Progress) -> None:
-    """Write a draft directory.
-
-    Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
-    used in SGLang, and for options that are of engines; leaves nothing half-written.
-    """
+    """Write a draft directory; ``export.draft_directory`` says what is refused."""
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
-    head = check_head(order, target=TARGET, engine="SGLang")
-    model_dir = check_target(order.model_dir, engine="SGLang", model_types=TARGET_MODEL_TYPES)
-    is_native = head.config.trunk_type.has_mask_token
-    is_dspark = is_native and not head.config.trunk_type.silent_start
+    head, top_k = draft.check_head(order, target=TARGET, engine="SGLang")
+    model_dir = draft.check_target(order.model_dir, engine="SGLang", model_types=TARGET_MODEL_TYPES)
+    is_native = head.trunk_type.has_mask_token
+    is_dspark = is_native and not head.trunk_type.silent_start
     # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.
     # DFlash's form is a whole block, the anchor with it.
-    block_size = head.config.num_frames if is_native else min(NUM_DRAFTS + 1, head.config.num_frames)
-    problem = _layers_problem(head.config) if is_native else block_problem(head.config, block_size)
+    block_size = head.num_frames if is_native else min(NUM_DRAFTS + 1, head.num_frames)
+    problem = _layers_problem(head) if is_native else block_problem(head, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
     if order.num_nodes is not None:
-        problem = _nodes_problem(head, order)
+        # SGLang drafts and verifies one block. A longer one would have rows that are no frames, which the
+        # frames would attend to.
+        most = head.num_frames - 1
         if is_native:
-            problem = f"a head with the trunk {head.config.trunk!r} has chains there"
+            problem = f"a head with the trunk {head.trunk!r} has chains there"
+        elif not 1 <= order.num_nodes <= most:
+            problem = f"must be between 1 and {most}, the frames of this head beside the anchor's"
         if problem:
             raise ExportError(f"--num-nodes: {problem}, got {order.num_nodes}")
         block_size = order.num_nodes + 1
-    with new_draft(order, TARGET, progress) as (scratch, source):
+    with draft.new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
-        config = draft_config(source, head.top_k, CHAIN if order.num_nodes is None else TREE)
+        config = draft.draft_config(source, top_k, CHAIN if order.num_nodes is None else TREE)
         if not is_native:
             config["block_size"] = block_size
-        write_draft(scratch, source, config, model_dtype(order.model_dir))
+        draft.write_draft(scratch, source, config, draft.model_dtype(order.model_dir))
         arguments = {
             "model_path": str(model_dir.resolve()),
             "speculative_algorithm": "DSPARK" if is_dspark else "DFLASH",
             "speculative_draft_model_path": str(order.out.resolve()),
-            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_dspark else block_size,
+            "speculative_num_draft_tokens": head.num_frames + 1 if is_dspark else block_size,
         }
         if order.num_nodes is not None:
             arguments["attention_backend"] = TREE_BACKEND
-        write_record(scratch, TARGET, order, arguments)
+        draft.write_record(scratch, TARGET, order, arguments)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
     progress(f"wrote {order.out}; python -m sglang.launch_server {flags}")
-
-
-def _nodes_problem(head: CheckedHead, order: DraftOrder) -> str | None:
-    """Why trees of these many nodes cannot be drafted, or None.
-
-    SGLang drafts and verifies one block, so a tree has no more nodes than the head has frames beside the
-    anchor's. A longer block would have rows that are no frames, which the frames would attend to.
-    """
-    most = head.config.num_frames - 1
-    if order.num_nodes is not None and 1 <= order.num_nodes <= most:
-        return None
-    return f"must be between 1 and {most}, the frames of this head beside the anchor's"
 
 
 def _layers_problem(head: DrafterConfig) -> str | None:

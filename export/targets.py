@@ -5,10 +5,9 @@ Command lines read the registry, so the functions that build engines import torc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,7 @@ class Target:
 
     def with_defaults(self, options: Options) -> Options:
         """The options, with this target's choices where they leave it to the target."""
-        return dataclasses.replace(options, attention=options.attention or self.attention)
+        return replace(options, attention=options.attention or self.attention)
 
     def row_invariant(self, options: Options) -> bool:
         """Whether engines give a token the same bits in every pass; known only of ONNX Runtime's."""
@@ -175,7 +174,7 @@ def with_head_precision(options: Options, drafter_dir: Path | None) -> Options:
         borrows = DrafterConfig.load(drafter_dir).trunk_type.borrows_layers
     except DrafterConfigError:
         return options  # the build refuses the head with a reason
-    return options if borrows else dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)
+    return options if borrows else replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)
 
 
 def check_head_options(options: Options, drafter_dir: Path | None) -> None:
@@ -215,7 +214,7 @@ def resolve(name: str, options: Options) -> Target:
 
 def _check_given(target: Target, options: Options, named: str) -> None:
     """Refuse what was given and would do nothing. Raises ExportError that calls the target ``named``."""
-    for field in dataclasses.fields(Options):
+    for field in fields(Options):
         if getattr(options, field.name) == field.default:
             continue
         flag = flag_of(field.name)

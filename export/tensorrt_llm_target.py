@@ -17,15 +17,7 @@ from typing import Any
 import torch
 
 from drafters.config import DrafterConfig
-from export.draft_directory import (
-    check_head,
-    check_target,
-    draft_config,
-    model_dtype,
-    new_draft,
-    write_draft,
-    write_record,
-)
+from export import draft_directory as draft
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
@@ -64,32 +56,28 @@ if importlib.util.find_spec("tensorrt_llm") is not None:
 
 
 def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
-    """Write a draft directory.
-
-    Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
-    used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
-    """
-    head = check_head(order, target=TARGET, engine="TensorRT-LLM")
-    model_dir = check_target(order.model_dir, engine="TensorRT-LLM", model_types=TARGET_MODEL_TYPES)
-    with new_draft(order, TARGET, progress) as (scratch, source):
+    """Write a draft directory; ``export.draft_directory`` says what is refused."""
+    head, top_k = draft.check_head(order, target=TARGET, engine="TensorRT-LLM")
+    model_dir = draft.check_target(order.model_dir, engine="TensorRT-LLM", model_types=TARGET_MODEL_TYPES)
+    with draft.new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
-        dtype = model_dtype(order.model_dir)
-        config = draft_config(source, head.top_k)
+        dtype = draft.model_dtype(order.model_dir)
+        config = draft.draft_config(source, top_k)
         config["dtype"] = str(dtype).removeprefix("torch.")
-        most = head.config.num_frames
-        if head.config.trunk_type.has_mask_token:
+        most = head.num_frames
+        if head.trunk_type.has_mask_token:
             # Whole blocks, and of DSpark's form the engine refuses shorter ones.
             decoding_type, drafts = "DSpark", most
-            if head.config.trunk_type.silent_start:
+            if head.trunk_type.silent_start:
                 decoding_type, drafts = "DFlash", most - 1
             # Where the engine's layers look for it, beside the field of Transformers 5.
-            config["rope_theta"] = head.config.rope_theta
+            config["rope_theta"] = head.rope_theta
         else:
             decoding_type, drafts = "DFlash", min(NUM_DRAFTS, most)
             config["auto_map"] = {"AutoConfig": f"{CONFIG_FILE.removesuffix('.py')}.{CONFIG_CLASS}"}
             config["block_size"] = most + 1
             (scratch / CONFIG_FILE).write_text(CONFIG_CODE, encoding="utf-8")
-        write_draft(scratch, source, config, dtype)
+        draft.write_draft(scratch, source, config, dtype)
         positions = order.max_context or min(MAX_SEQ_LEN, source.model.config.max_position_embeddings)
         arguments = {
             "max_batch_size": MAX_BATCH_SIZE,
@@ -106,14 +94,14 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
             },
         }
         model = str(model_dir.resolve())
-        write_record(scratch, TARGET, order, {"model": model, **arguments})
+        draft.write_record(scratch, TARGET, order, {"model": model, **arguments})
         (scratch / "trtllm.yaml").write_text(yaml(arguments), encoding="utf-8")
         served = scratch / "triton" / source.spec.name / "1"
         served.mkdir(parents=True)
         triton = {"max_batch_size": 0, "decoupled": False}
         settings = {"model": model, "backend": "pytorch", **arguments, "triton_config": triton}
         (served / "model.yaml").write_text(yaml(settings), encoding="utf-8")
-    gib = context_bytes(head.config, positions, dtype) / 2**30
+    gib = context_bytes(head, positions, dtype) / 2**30
     progress(f"the head keeps {MAX_BATCH_SIZE} x {positions} positions in {gib:.1f} GiB of the GPU")
     progress(f"wrote {order.out}")
 

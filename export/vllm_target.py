@@ -12,15 +12,7 @@ from typing import Any
 
 from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
-from export.draft_directory import (
-    check_head,
-    draft_config,
-    model_dtype,
-    new_draft,
-    write_draft,
-    write_json,
-    write_record,
-)
+from export import draft_directory as draft
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
@@ -39,37 +31,34 @@ instance_group [
 
 
 def build_vllm(order: DraftOrder, progress: Progress) -> None:
-    """Write a draft directory.
-
-    Raises ExportError for a head that cannot draft in vLLM, before the model's weights are loaded, and for
-    options that are of engines; leaves nothing half-written.
-    """
+    """Write a draft directory; ``export.draft_directory`` says what is refused."""
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; vLLM has --max-model-len")
-    head = check_head(order, target=TARGET, engine="vLLM", whole_vocabulary=False)
+    head, top_k = draft.check_head(order, target=TARGET, engine="vLLM", whole_vocabulary=False)
     with refusing("--model", TargetModelError):
         model = str(local_model(order.model_dir).resolve())
-    with new_draft(order, TARGET, progress) as (scratch, source):
+    with draft.new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
-        write_draft(scratch, source, draft_config(source, head.top_k), model_dtype(order.model_dir))
+        dtype = draft.model_dtype(order.model_dir)
+        draft.write_draft(scratch, source, draft.draft_config(source, top_k), dtype)
         method: dict[str, Any] = {
             "method": "dflash",
-            "num_speculative_tokens": min(NUM_DRAFTS, head.config.num_frames - 1),
+            "num_speculative_tokens": min(NUM_DRAFTS, head.num_frames - 1),
             "use_local_argmax_reduction": True,
         }
-        if head.config.trunk_type.silent_start:
-            method = {"method": "dflash", "num_speculative_tokens": head.config.num_frames - 1}
-        elif head.config.trunk_type.has_mask_token:
+        if head.trunk_type.silent_start:
+            method = {"method": "dflash", "num_speculative_tokens": head.num_frames - 1}
+        elif head.trunk_type.has_mask_token:
             method = {
                 "method": "dspark",
-                "num_speculative_tokens": head.config.num_frames,
-                "dspark_draft_topk": head.config.num_candidates,
+                "num_speculative_tokens": head.num_frames,
+                "dspark_draft_topk": head.num_candidates,
             }
         speculative = {"model": str(order.out.resolve()), **method}
         arguments = {"model": model, "speculative_config": speculative}
-        write_record(scratch, TARGET, order, arguments)
+        draft.write_record(scratch, TARGET, order, arguments)
         served = scratch / "triton" / source.spec.name
         (served / "1").mkdir(parents=True)
         (served / "config.pbtxt").write_text(TRITON_CONFIG, encoding="utf-8")
-        write_json(served / "1" / "model.json", arguments)
+        draft.write_json(served / "1" / "model.json", arguments)
     progress(f"wrote {order.out}")

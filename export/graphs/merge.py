@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from export.graphs.patterns import only_user
+from export.nodes import constant, only_user
 
 # A matrix [K, N] with N beyond so many times K is taken for an LM head. In an MLP, N is 1 to 4 times K.
 WIDEST = 4
@@ -115,24 +115,24 @@ def _head_layout(part: ir.Value) -> _HeadLayout | None:
 def _join(graph: ir.Graph, split: ir.Node, parts: list[_HeadLayout], shape: ir.Value) -> None:
     product, first = split.inputs[0], parts[0]
     assert product is not None
-    reshape = ir.node("Reshape", [product, shape], dict(first.reshape.attributes))
-    transpose = ir.node("Transpose", [reshape.outputs[0]], dict(first.transpose.attributes))
-    new = [reshape, transpose]
-    for node in new:
-        node.outputs[0].name = f"{product.name}_{node.op_type}"
-        node.outputs[0].type = product.type
+    reshaped = ir.val(f"{product.name}_Reshape", type=product.type)
+    turned = ir.val(f"{product.name}_Transpose", type=product.type)
+    new = [
+        ir.node("Reshape", [product, shape], dict(first.reshape.attributes), outputs=[reshaped]),
+        ir.node("Transpose", [reshaped], dict(first.transpose.attributes), outputs=[turned]),
+    ]
     # Neighbours that are rotated alike stay together until they are rotated.
     groups = [list(group) for _, group in groupby(parts, _HeadLayout.rotation)]
-    whole = [transpose.outputs[0]]
+    whole = [turned]
     if len(groups) > 1:
-        whole = _split_heads(graph, new, transpose.outputs[0], [_num_heads(group) for group in groups])
+        whole = _split_heads(graph, new, turned, [_num_heads(group) for group in groups])
     for heads, group in zip(whole, groups, strict=True):
         rotate = group[0].rotate
         if rotate is not None:
-            new.append(ir.node("RotaryEmbedding", [heads, *rotate.inputs[1:]], dict(rotate.attributes)))
-            new[-1].attributes["num_heads"] = ir.AttrInt64("num_heads", _num_heads(group))
-            rotated = new[-1].outputs[0]
-            rotated.name, rotated.type = f"{heads.name}_rotated", product.type
+            attributes = {**rotate.attributes, "num_heads": ir.AttrInt64("num_heads", _num_heads(group))}
+            rotated = ir.val(f"{heads.name}_rotated", type=product.type)
+            inputs = [heads, *rotate.inputs[1:]]
+            new.append(ir.node("RotaryEmbedding", inputs, attributes, outputs=[rotated]))
             heads = rotated
         each = [heads]
         if len(group) > 1:
@@ -152,17 +152,13 @@ def _shape(graph: ir.Graph, before: ir.Node, part: _HeadLayout, num_heads: int) 
     if given.const_value is not None:
         numbers = given.const_value.numpy().copy()
         numbers[2] = num_heads
-        shape = ir.val(name, const_value=ir.tensor(numbers))
-        graph.register_initializer(shape)
-        return shape
+        return constant(graph, name, numbers)
     sizes = given.producer()
     assert sizes is not None
-    heads = ir.val(f"{name}_heads", const_value=ir.tensor(np.array([num_heads], np.int64)))
-    graph.register_initializer(heads)
-    concat = ir.node("Concat", [*sizes.inputs[:2], heads, sizes.inputs[3]], {"axis": 0})
-    shape = concat.outputs[0]
-    shape.name, shape.type = name, given.type
-    graph.insert_before(before, concat)
+    heads = constant(graph, f"{name}_heads", np.array([num_heads], np.int64))
+    shape = ir.val(name, type=given.type)
+    inputs = [*sizes.inputs[:2], heads, sizes.inputs[3]]
+    graph.insert_before(before, ir.node("Concat", inputs, {"axis": 0}, outputs=[shape]))
     return shape
 
 
@@ -172,13 +168,10 @@ def _num_heads(parts: Sequence[_HeadLayout]) -> int:
 
 def _split_heads(graph: ir.Graph, new: list[ir.Node], heads: ir.Value, counts: list[int]) -> list[ir.Value]:
     """Parts of heads [B, heads, N, D]; the node is added to ``new``."""
-    sizes = ir.val(f"{heads.name}_counts", const_value=ir.tensor(np.array(counts, np.int64)))
-    graph.register_initializer(sizes)
-    node = ir.node("Split", [heads, sizes], {"axis": 1}, num_outputs=len(counts))
-    for number, part in enumerate(node.outputs):
-        part.name, part.type = f"{heads.name}_{number}", heads.type
-    new.append(node)
-    return list(node.outputs)
+    sizes = constant(graph, f"{heads.name}_counts", np.array(counts, np.int64))
+    parts = [ir.val(f"{heads.name}_{number}", type=heads.type) for number in range(len(counts))]
+    new.append(ir.node("Split", [heads, sizes], {"axis": 1}, outputs=parts))
+    return parts
 
 
 def _form(node: ir.Node) -> tuple[object, ...] | None:
@@ -198,9 +191,9 @@ def _form(node: ir.Node) -> tuple[object, ...] | None:
     if weights.shape is not None and weights.shape.numpy()[1] > WIDEST * weights.shape.numpy()[0]:
         return None
     shapes = []
-    for constant in constants:
-        tensor = constant.const_value if constant is not None else None
-        if tensor is None or constant is None or len(constant.uses()) > 1:
+    for each in constants:
+        tensor = each.const_value if each is not None else None
+        if tensor is None or each is None or len(each.uses()) > 1:
             return None
         shapes.append((tensor.dtype, *tensor.shape.numpy()[:-1]))
     return (*shapes, *attributes)
@@ -222,21 +215,18 @@ def _merge(graph: ir.Graph, nodes: list[ir.Node]) -> None:
             )
             for at in range(len(producer.inputs))
         ]
-        new.append(ir.node("DequantizeLinear", inputs, dict(producer.attributes)))
-        weights = new[0].outputs[0]
-        weights.name, weights.type = f"{name}_weights", producer.outputs[0].type
-    product = ir.node("MatMul", [first.inputs[0], weights])
-    product.outputs[0].name, product.outputs[0].type = name, first.outputs[0].type
-    new.append(product)
+        weights = ir.val(f"{name}_weights", type=producer.outputs[0].type)
+        new.append(ir.node("DequantizeLinear", inputs, dict(producer.attributes), outputs=[weights]))
+    product = ir.val(name, type=first.outputs[0].type)
+    new.append(ir.node("MatMul", [first.inputs[0], weights], outputs=[product]))
     old = [node.outputs[0] for node in nodes]
     adds = [add for value in old if (add := _bias_of(value))]
     if len(adds) == len(nodes):
-        bias = _joined(graph, [add.bias for add in adds], f"{name}_bias")
-        new.append(ir.node("Add", [product.outputs[0], bias]))
-        new[-1].outputs[0].name, new[-1].outputs[0].type = f"{name}_biased", first.outputs[0].type
-        old = [add.node.outputs[0] for add in adds]
-    sizes = ir.val(f"{name}_widths", const_value=ir.tensor(np.array(widths, np.int64)))
-    graph.register_initializer(sizes)
+        bias = _joined(graph, [each for _, each in adds], f"{name}_bias")
+        biased = ir.val(f"{name}_biased", type=first.outputs[0].type)
+        new.append(ir.node("Add", [product, bias], outputs=[biased]))
+        old = [add.outputs[0] for add, _ in adds]
+    sizes = constant(graph, f"{name}_widths", np.array(widths, np.int64))
     split = ir.node("Split", [new[-1].outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
     for before, after in zip(old, split.outputs, strict=True):
         after.name, after.type, after.shape = before.name, before.type, before.shape
@@ -246,24 +236,15 @@ def _merge(graph: ir.Graph, nodes: list[ir.Node]) -> None:
         ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
 
 
-@dataclass(frozen=True)
-class _Bias:
-    """An Add of a product and a constant [N], which is all that reads the product."""
-
-    node: ir.Node
-    bias: ir.Value
-
-
-def _bias_of(product: ir.Value) -> _Bias | None:
-    uses = list(product.uses())
-    if len(uses) != 1 or product.is_graph_output() or uses[0].node.op_type != "Add":
-        return None
-    bias = uses[0].node.inputs[1 - uses[0].idx]
-    if bias is None or bias.const_value is None or len(bias.const_value.shape) != 1:
+def _bias_of(product: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """An Add of a product and a constant [N], which is all that reads the product, and the constant."""
+    add = only_user(product, "Add")
+    bias = None if add is None else next((value for value in add.inputs if value is not product), None)
+    if add is None or bias is None or bias.const_value is None or len(bias.const_value.shape) != 1:
         return None
     # A constant of one element would be added to all columns.
     is_whole = product.shape is None or bias.const_value.shape[0] == product.shape[-1]
-    return _Bias(uses[0].node, bias) if is_whole else None
+    return (add, bias) if is_whole else None
 
 
 def _columns(node: ir.Node) -> ir.Value:
@@ -279,9 +260,7 @@ def _columns(node: ir.Node) -> ir.Value:
 def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], name: str) -> ir.Value:
     """The constants side by side, along their last axis."""
     arrays = [_array(value) for value in values if value is not None]
-    joined = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(np.concatenate(arrays, axis=-1))))
-    graph.register_initializer(joined)
-    return joined
+    return constant(graph, name, np.ascontiguousarray(np.concatenate(arrays, axis=-1)))
 
 
 def _array(value: ir.Value) -> NDArray[np.generic]:

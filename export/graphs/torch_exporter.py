@@ -9,7 +9,7 @@
 - Every rule of the graph's simplification is tried on every node. Here it is tried on those of its kind.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -36,28 +36,15 @@ def needless_work_left_out(*, trace_again: bool = False) -> Iterator[None]:
 
     trace_again: let programs be traced a second time, for an operator that has an ONNX form only after that
     """
-    with (
-        mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(make_registry)),
-        mock.patch.object(RewriteRule, "try_rewrite", _try_on_its_kind(RewriteRule.try_rewrite)),
-        mock.patch.object(Interpreter, "run_node", _promote_types(Interpreter.run_node)),
-        mock.patch.object(
-            ExportedProgram, "run_decompositions", _decompose(ExportedProgram.run_decompositions, trace_again)
-        ),
-    ):
-        yield
+    retrace, run_again = ExportedProgram.run_decompositions, Interpreter.run_node
+    rewrite = RewriteRule.try_rewrite
 
-
-def _decompose(retrace: Callable[..., ExportedProgram], trace_again: bool) -> Callable[..., ExportedProgram]:
-    def run(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
+    def decompose(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
         if not trace_again and replace_composites(program):
             return program
         return retrace(program, *arguments, **options)
 
-    return run
-
-
-def _promote_types(run_again: Callable[[Any, fx.Node], Any]) -> Callable[[Any, fx.Node], Any]:
-    def run(interpreter: Any, node: fx.Node) -> Any:
+    def promote_types(interpreter: Any, node: fx.Node) -> Any:
         if node.op != "call_function" or "val" not in node.meta:
             return run_again(interpreter, node)
         rule = type_promotion.get_type_promotion_rule(node, interpreter.type_promotion_table)
@@ -66,17 +53,21 @@ def _promote_types(run_again: Callable[[Any, fx.Node], Any]) -> Callable[[Any, f
                 interpreter._maybe_promote_node(node, rule)
         return node.meta["val"]
 
-    return run
-
-
-def _try_on_its_kind(try_rewrite: Callable[..., Any]) -> Callable[..., Any]:
-    def attempt(rule: RewriteRule, model: ir.Model, graph: ir.Graph, node: ir.Node, **options: Any) -> Any:
+    def try_on_its_kind(
+        rule: RewriteRule, model: ir.Model, graph: ir.Graph, node: ir.Node, **options: Any
+    ) -> Any:
         kinds = _kinds(rule)
         if kinds is not None and node.op_type not in kinds:
             return None
-        return try_rewrite(rule, model, graph, node, **options)
+        return rewrite(rule, model, graph, node, **options)
 
-    return attempt
+    with (
+        mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(make_registry)),
+        mock.patch.object(RewriteRule, "try_rewrite", try_on_its_kind),
+        mock.patch.object(Interpreter, "run_node", promote_types),
+        mock.patch.object(ExportedProgram, "run_decompositions", decompose),
+    ):
+        yield
 
 
 @cache

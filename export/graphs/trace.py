@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from export.errors import ExportError
 from export.graphs.torch_exporter import needless_work_left_out
+from export.nodes import constant
 from runtime.core.bundle import GraphSpec
 
 OPSET = 24
@@ -132,7 +133,8 @@ def trace_standard(
     fold_weights(model)
     share_equal_matrices(model)
     fuse_standard_operators(model)
-    foreign = [name for name in non_standard_operators(model) if name not in plugins]
+    operators = {f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")}
+    foreign = sorted(operators.difference(plugins))
     if foreign:
         raise ExportError(f"only standard ONNX operators are expected, got {', '.join(foreign)}")
     strip_metadata(model)
@@ -193,8 +195,7 @@ def share_equal_matrices(model: ir.Model) -> None:
 def share_tied_embedding(model: ir.Model) -> None:
     """If the LM head is the embedding transposed, make a Gemm read the embedding itself.
 
-    Torch's exporter stores a transposed copy for MatMul: a second one of a small model's widest
-    matrix.
+    Torch's exporter stores a transposed copy, a second one of a small model's widest matrix.
     """
     tables = {node.inputs[0]: _weight(node.inputs[0]) for node in model.graph if node.op_type == "Gather"}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
@@ -219,27 +220,22 @@ def _weight(value: ir.Value | None) -> NDArray[np.generic] | None:
 def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shape: tuple[int, ...]) -> None:
     """MatMul of [..., H] becomes Reshape, Gemm with the [V, H] table transposed, Reshape."""
     hidden, result = matmul.inputs[0], matmul.outputs[0]
-    constants = [
-        ir.val(f"{result.name}_{name}", const_value=ir.tensor(np.array(value, np.int64)))
-        for name, value in (("rows", [-1, shape[1]]), ("labels", [shape[0]]))
-    ]
-    for constant in constants:
-        graph.register_initializer(constant)
-    flat = ir.node("Reshape", [hidden, constants[0]])
-    product = ir.node("Gemm", [flat.outputs[0], embedding], {"transB": 1})
-    leading = ir.node("Shape", [hidden], {"start": 0, "end": -1})
-    full = ir.node("Concat", [leading.outputs[0], constants[1]], {"axis": 0})
-    back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
-    back.outputs[0].shape = result.shape
-    nodes = [flat, product, leading, full, back]
-    exact, sizes = ir.DataType.FLOAT, ir.DataType.INT64
+    rows = constant(graph, f"{result.name}_rows", np.array([-1, shape[1]], np.int64))
+    labels = constant(graph, f"{result.name}_labels", np.array([shape[0]], np.int64))
+    name, exact, sizes = result.name, ir.DataType.FLOAT, ir.DataType.INT64
     types = (exact, exact, sizes, sizes, exact)
-    for number, (new, dtype) in enumerate(zip(nodes, types, strict=True)):
-        new.outputs[0].name = f"{result.name}_{number}"
-        new.outputs[0].type = ir.TensorType(dtype)
-    name = result.name
-    ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back.outputs[0]])
-    back.outputs[0].name = name
+    values = (ir.val(f"{name}_{number}", dtype) for number, dtype in enumerate(types))
+    flat, product, leading, full, back = values
+    back.shape = result.shape
+    nodes = [
+        ir.node("Reshape", [hidden, rows], outputs=[flat]),
+        ir.node("Gemm", [flat, embedding], {"transB": 1}, outputs=[product]),
+        ir.node("Shape", [hidden], {"start": 0, "end": -1}, outputs=[leading]),
+        ir.node("Concat", [leading, labels], {"axis": 0}, outputs=[full]),
+        ir.node("Reshape", [product, full], outputs=[back]),
+    ]
+    ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back])
+    back.name = name
 
 
 def name_axes(model: ir.Model, contract: GraphSpec) -> None:
@@ -301,42 +297,30 @@ def slice_caches(model: ir.Model) -> None:
     whole = {*caches, *(node.outputs[0] for node in updates)}
     mask = next((value for value in graph.inputs if value.name == "attn_mask"), None)
     if mask is not None and caches:
-        end = ir.node("Shape", [mask], {"start": 3, "end": 4})
-        end.outputs[0].name, end.outputs[0].dtype = "num_read", ir.DataType.INT64
-        end.outputs[0].shape = ir.Shape([1])
-        graph.insert_before(graph[0], end)
+        end = ir.val("num_read", ir.DataType.INT64, [1])
+        graph.insert_before(graph[0], ir.node("Shape", [mask], {"start": 3, "end": 4}, outputs=[end]))
         # Torch's exporter takes the size of an axis from any of the inputs that have it.
         for node in [each for each in graph if each.op_type == "Shape" and each.inputs[0] in whole]:
             axes = [node.attributes[name].as_int() for name in ("start", "end") if name in node.attributes]
             if axes == [2, 3]:
-                ir.convenience.replace_all_uses_with(node.outputs[0], end.outputs[0])
+                ir.convenience.replace_all_uses_with(node.outputs[0], end)
             elif axes not in ([0, 1], [1, 2], [3, 4]):
                 raise ExportError(f"{node.name}: expected one axis of a cache alone, got axes {axes}")
-        begin, axis = (
-            ir.val(name, const_value=ir.tensor(np.array([value], np.int64), name=name))
-            for name, value in (("first_read", 0), ("axis_read", 2))
-        )
-        for constant in (begin, axis):
-            graph.register_initializer(constant)
+        begin = constant(graph, "first_read", np.array([0], np.int64))
+        axis = constant(graph, "axis_read", np.array([2], np.int64))
         for node in updates:
             present = node.outputs[0]
             users = tuple(present.uses())
-            part = ir.node("Slice", [present, begin, end.outputs[0], axis])
-            part.outputs[0].name, part.outputs[0].type = f"{present.name}_read", present.type
-            part.outputs[0].shape = present.shape
+            part = ir.val(f"{present.name}_read", shape=present.shape, type=present.type)
+            read = ir.node("Slice", [present, begin, end, axis], outputs=[part])
             for user, index in users:
-                user.replace_input_with(index, part.outputs[0])
-            graph.insert_after(node, part)
+                user.replace_input_with(index, part)
+            graph.insert_after(node, read)
         RemoveUnusedNodesPass()(model)
     for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
         if value.shape is not None and value not in whole:
             sizes = (size if isinstance(size, int) else size.value for size in value.shape)
             value.shape = ir.Shape("R" if size == "S" else size for size in sizes)
-
-
-def non_standard_operators(model: ir.Model) -> list[str]:
-    """Operators outside the standard ONNX domain; a portable graph has none."""
-    return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})
 
 
 def strip_metadata(model: ir.Model) -> None:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
+from export.nodes import constant
 from export.quantisation.precision import NUMPY_TYPES
 from runtime.core.bundle import GraphSpec
 
@@ -111,16 +112,12 @@ class _Rewrite:
     def _weight(self, value: ir.Value) -> ir.Value:
         """A half copy of a weight; the float32 one goes if nothing reads it any more."""
         assert value.const_value is not None
-        tensor = ir.tensor(_in_range(value.const_value.numpy(), self._numpy_dtype))
-        weight = ir.val(f"{value.name}_{self._numpy_dtype.name}", const_value=tensor)
-        self._graph.register_initializer(weight)
-        return weight
+        numbers = _in_range(value.const_value.numpy(), self._numpy_dtype)
+        return constant(self._graph, f"{value.name}_{self._numpy_dtype.name}", numbers)
 
     def _cast(self, value: ir.Value, dtype: ir.DataType, near: ir.Node) -> ir.Value:
-        node = ir.node("Cast", [value], {"to": dtype})
-        result = node.outputs[0]
-        result.name, result.shape = f"{value.name}_{dtype.name.lower()}", value.shape
-        result.dtype = dtype
+        result = ir.val(f"{value.name}_{dtype.name.lower()}", dtype, value.shape)
+        node = ir.node("Cast", [value], {"to": dtype}, outputs=[result])
         if near is value.producer():
             self._graph.insert_after(near, node)
         else:

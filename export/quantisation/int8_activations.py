@@ -20,6 +20,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from export.nodes import constant
+
 LARGEST_CODE = 127
 DOMAIN = "com.microsoft"
 ZERO = 128
@@ -68,11 +70,11 @@ def multiply_integers(model: ir.Model, *, unsigned: bool) -> int:
                 flipped[signed] = _as_unsigned(graph, node, signed, constants["zero_point"])
             operands[1] = flipped[signed]
             operands.append(constants["zero_point"])
-        product = ir.node("MatMulIntegerToFloat", operands, domain=DOMAIN)
-        scaled = ir.node("Mul", [product.outputs[0], largest])
-        old, new = node.outputs[0], scaled.outputs[0]
-        _describe(product.outputs[0], f"{old.name}_of_codes", old.dtype, old.shape)
-        _describe(new, old.name, old.dtype, old.shape)
+        old = node.outputs[0]
+        of_codes = ir.val(f"{old.name}_of_codes", old.dtype, old.shape)
+        new = ir.val(old.name, old.dtype, old.shape)
+        product = ir.node("MatMulIntegerToFloat", operands, domain=DOMAIN, outputs=[of_codes])
+        scaled = ir.node("Mul", [of_codes, largest], outputs=[new])
         ir.convenience.replace_nodes_and_values(graph, node, [node], [product, scaled], [old], [new])
         count += 1
     if count:
@@ -111,42 +113,34 @@ def _as_unsigned(graph: ir.Graph, before: ir.Node, signed: ir.Value, zero_point:
     raw = read_as(stored, f"{signed.name}_bytes", ir.DataType.UINT8, stored.shape.numpy())
     value = ir.val(raw.name, const_value=raw)
     graph.register_initializer(value)
-    flipped = ir.node("BitwiseXor", [value, zero_point])
-    _describe(flipped.outputs[0], f"{signed.name}_unsigned", ir.DataType.UINT8, signed.shape)
-    graph.insert_before(before, [flipped])
-    return flipped.outputs[0]
+    flipped = ir.val(f"{signed.name}_unsigned", ir.DataType.UINT8, signed.shape)
+    graph.insert_before(before, [ir.node("BitwiseXor", [value, zero_point], outputs=[flipped])])
+    return flipped
 
 
 def _register_constants(graph: ir.Graph) -> dict[str, ir.Value]:
-    arrays: dict[str, NDArray[Any] | np.generic] = {
-        "step": np.float32(1 / LARGEST_CODE),
-        "zero_point": np.uint8(ZERO),
+    arrays: dict[str, NDArray[Any]] = {
+        "step": np.array(1 / LARGEST_CODE, np.float32),
+        "zero_point": np.array(ZERO, np.uint8),
         "last_axis": np.array([-1], np.int64),
     }
-    values = {name: ir.val(f"int8_{name}", const_value=ir.tensor(array)) for name, array in arrays.items()}
-    for value in values.values():
-        graph.register_initializer(value)
-    return values
+    return {name: constant(graph, f"int8_{name}", array) for name, array in arrays.items()}
 
 
 def _add_rounding(
     graph: ir.Graph, before: ir.Node, rows: ir.Value, constants: dict[str, ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Codes [..., K] uint8 and largest magnitudes [..., 1] of rows [..., K]."""
-    magnitudes = ir.node("Abs", [rows])
-    largest = ir.node("ReduceMax", [magnitudes.outputs[0], constants["last_axis"]], {"keepdims": 1})
-    divided = ir.node("Div", [rows, largest.outputs[0]])
-    codes = ir.node("QuantizeLinear", [divided.outputs[0], constants["step"], constants["zero_point"]])
-    exact = (magnitudes, largest, divided)
-    for node, name in zip((*exact, codes), ("magnitudes", "largest", "divided", "codes"), strict=True):
-        dtype = rows.dtype if node in exact else ir.DataType.UINT8
-        shape = rows.shape if node is not largest else None
-        _describe(node.outputs[0], f"{rows.name}_{name}", dtype, shape)
-    graph.insert_before(before, [*exact, codes])
-    return codes.outputs[0], largest.outputs[0]
-
-
-def _describe(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
-    value.name, value.shape = name, shape
-    if dtype is not None:
-        value.dtype = dtype
+    magnitudes = ir.val(f"{rows.name}_magnitudes", rows.dtype, rows.shape)
+    largest = ir.val(f"{rows.name}_largest", rows.dtype)
+    divided = ir.val(f"{rows.name}_divided", rows.dtype, rows.shape)
+    codes = ir.val(f"{rows.name}_codes", ir.DataType.UINT8, rows.shape)
+    of_codes = [divided, constants["step"], constants["zero_point"]]
+    nodes = [
+        ir.node("Abs", [rows], outputs=[magnitudes]),
+        ir.node("ReduceMax", [magnitudes, constants["last_axis"]], {"keepdims": 1}, outputs=[largest]),
+        ir.node("Div", [rows, largest], outputs=[divided]),
+        ir.node("QuantizeLinear", of_codes, outputs=[codes]),
+    ]
+    graph.insert_before(before, nodes)
+    return codes, largest

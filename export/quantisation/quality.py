@@ -52,22 +52,6 @@ QUALITY_TOKENS = 1024
 LEAST_SAME_GREEDY = 0.9
 
 
-@dataclass(frozen=True)
-class Quality:
-    """The quality of a quantised model on one text, by teacher forcing.
-
-    text: the name of the text; num_tokens: tokens that were predicted
-    perplexity_fp32, perplexity: of the model before and after its weights were rounded
-    same_greedy: share of positions at which both prefer the same next token
-    """
-
-    text: str
-    num_tokens: int
-    perplexity_fp32: float
-    perplexity: float
-    same_greedy: float
-
-
 class QualityMeasurement:
     """Measures a model in float32 when it is made, and again, with rounded weights, in ``compare``."""
 
@@ -77,16 +61,20 @@ class QualityMeasurement:
         self._ids = token_ids(source, QUALITY, text, QUALITY_TOKENS)
         self._perplexity, self._greedy = self._evaluate(source)
 
-    def compare(self, source: Source) -> Quality:
-        """The same model after its weights were rounded."""
+    def compare(self, source: Source) -> dict[str, str | int | float]:
+        """The quality of the model after its weights were rounded, as ``bundle.json`` has it.
+
+        ``perplexity_fp32`` and ``perplexity`` are those before and after, by teacher forcing of
+        ``num_tokens``. ``same_greedy`` is the share of positions at which both prefer the same next token.
+        """
         perplexity, greedy = self._evaluate(source)
-        return Quality(
-            text=self._name,
-            num_tokens=greedy.numel(),
-            perplexity_fp32=self._perplexity,
-            perplexity=perplexity,
-            same_greedy=float((greedy == self._greedy).float().mean()),
-        )
+        return {
+            "text": self._name,
+            "num_tokens": greedy.numel(),
+            "perplexity_fp32": self._perplexity,
+            "perplexity": perplexity,
+            "same_greedy": float((greedy == self._greedy).float().mean()),
+        }
 
     @torch.no_grad()
     def _evaluate(self, source: Source) -> tuple[float, torch.Tensor]:

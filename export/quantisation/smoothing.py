@@ -30,6 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from export.nodes import constant, input_of, producer
+
 # Neighbours that are rotated together: a divisor of most widths.
 ROTATED = 64
 
@@ -97,24 +99,19 @@ UNSMOOTHED = Smoothing()
 
 def _divide(graph: ir.Graph, node: ir.Node, rows: ir.Value, factors: NDArray[np.float32]) -> ir.Value:
     """The rows [..., K] divided by the factors [K]; a norm that gives the rows has other weights for that."""
-    producer = rows.producer()
-    weight = producer.inputs[1] if producer and producer.op_type == "RMSNormalization" else None
-    if producer is not None and weight is not None and weight.const_value is not None:
-        constant, near = weight.const_value.numpy() / factors, producer
-        inputs, attributes = [producer.inputs[0]], dict(producer.attributes)
-        operator, insert = "RMSNormalization", graph.insert_after
-    else:
-        constant, near = 1 / factors, node
-        inputs, attributes = [rows], {}
-        operator, insert = "Mul", graph.insert_before
     # Products that read the same rows may have other factors.
     name = f"{rows.name}_divided_for_{node.outputs[0].name}"
-    value = ir.val(f"{name}_weights", const_value=ir.tensor(constant.astype(np.float32)))
-    graph.register_initializer(value)
-    division = ir.node(operator, [*inputs, value], attributes)
-    result = division.outputs[0]
-    result.name, result.type, result.shape = name, rows.type, rows.shape
-    insert(near, division)
+    result = ir.val(name, shape=rows.shape, type=rows.type)
+    norm = producer(rows, "RMSNormalization")
+    weight = input_of(norm, 1)
+    if norm is not None and weight is not None and weight.const_value is not None:
+        weights = (weight.const_value.numpy() / factors).astype(np.float32)
+        inputs = [norm.inputs[0], constant(graph, f"{name}_weights", weights)]
+        graph.insert_after(norm, ir.node(norm.op_type, inputs, dict(norm.attributes), outputs=[result]))
+    else:
+        weights = (1 / factors).astype(np.float32)
+        inputs = [rows, constant(graph, f"{name}_weights", weights)]
+        graph.insert_before(node, ir.node("Mul", inputs, outputs=[result]))
     return result
 
 
@@ -130,11 +127,9 @@ def _rotate(graph: ir.Graph, node: ir.Node, rows: ir.Value, width: int) -> ir.Va
         ("Reshape", f"whole_{len(axes)}_{width}", np.array([*kept, width], np.int64), rows.shape),
     ):
         if name not in graph.initializers:
-            graph.register_initializer(ir.val(name, const_value=ir.tensor(array)))
-        rotation = ir.node(operator, [rows, graph.initializers[name]])
-        graph.insert_before(node, rotation)
-        result = rotation.outputs[0]
-        result.name, result.type, result.shape = f"{rows.name}_{name}", rows.type, shape
+            constant(graph, name, array)
+        result = ir.val(f"{rows.name}_{name}", shape=shape, type=rows.type)
+        graph.insert_before(node, ir.node(operator, [rows, graph.initializers[name]], outputs=[result]))
         rows = result
     return rows
 

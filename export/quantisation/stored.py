@@ -9,7 +9,7 @@ scales fit.
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,12 +23,8 @@ from export.quantisation.weights import CODES, SCALE_OF_ZEROS, Array, QuantizedM
 CODE_RANGE = {"int4": (-8, 7), "int8": (-128, 127)}
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A row of a stored tensor, by their numbers."""
-
-    tensor: int
-    row: int
+# The numbers of a stored tensor and of its row.
+Place = tuple[int, int]
 
 
 class StoredWeights:
@@ -36,7 +32,6 @@ class StoredWeights:
 
     def __init__(self, tensors: Sequence[StoredTensor]):
         self._tensors = tensors
-        self._places: dict[bytes, _Place] | None = None
         self._kept: set[int] = set()
 
     def find(self, matrix: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix | None:
@@ -50,11 +45,11 @@ class StoredWeights:
             return None
         codes = np.empty(rows.shape, CODES[form.dtype])
         scales: Array | None = None
-        numbers = np.array([place.tensor for place in places])
+        numbers = np.array([number for number, _ in places])
         for number in dict.fromkeys(numbers.tolist()):
             here = numbers == number
             stored = self._tensors[number].read()
-            chosen = torch.tensor([place.row for place in places if place.tensor == number])
+            chosen = torch.tensor([row for of, row in places if of == number])
             fitted = _fit(stored, chosen, form, scale_dtype) if isinstance(stored, Codes) else None
             if fitted is None:
                 return None
@@ -80,9 +75,7 @@ class StoredWeights:
         parts += [f"{count} of {kind} dequantised to float" for kind, count in others.items() if count]
         return f"quantised tensors of the checkpoint: {', '.join(parts)}"
 
-    def _find_rows(self, rows: NDArray[np.float32]) -> list[_Place] | None:
-        if self._places is None:
-            self._places = self._all_places()
+    def _find_rows(self, rows: NDArray[np.float32]) -> list[Place] | None:
         found = []
         for row in rows:
             place = self._places.get(_row_digest(row))
@@ -91,17 +84,19 @@ class StoredWeights:
             found.append(place)
         return found
 
-    def _all_places(self) -> dict[bytes, _Place]:
+    @cached_property
+    def _places(self) -> dict[bytes, Place]:
         """Every row's place by its digest. Where rows are equal, one that has codes comes first."""
-        places: dict[bytes, _Place] = {}
-        without: dict[bytes, _Place] = {}
+        places: dict[bytes, Place] = {}
+        without: dict[bytes, Place] = {}
         for number, tensor in enumerate(self._tensors):
             stored = tensor.read()
-            has_codes = isinstance(stored, Codes)
-            wanted = places if has_codes else without
-            weights = stored.dequantized() if isinstance(stored, Codes) else stored
+            if isinstance(stored, Codes):
+                wanted, weights = places, stored.dequantized()
+            else:
+                wanted, weights = without, stored
             for row, values in enumerate(weights.numpy()):
-                wanted.setdefault(_row_digest(values), _Place(number, row))
+                wanted.setdefault(_row_digest(values), (number, row))
         return without | places
 
 

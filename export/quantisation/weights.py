@@ -24,6 +24,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
 from export.errors import ExportError
+from export.nodes import constant
 from export.quantisation.precision import NUMPY_TYPES, WeightForm
 from export.quantisation.smoothing import UNSMOOTHED, Smoothing
 
@@ -244,18 +245,13 @@ def _dequantize(
 ) -> ir.Value:
     """A DequantizeLinear that gives the matrix in place of ``value``."""
     inputs = [
-        ir.val(f"{value.name}_{name}", const_value=ir.tensor(np.ascontiguousarray(array)))
+        constant(graph, f"{value.name}_{name}", np.ascontiguousarray(array))
         for name, array in (("codes", quantized.codes), ("scales", quantized.scales))
     ]
-    for constant in inputs:
-        graph.register_initializer(constant)
     attributes = {"axis": 0, "block_size": form.block_size} if form.block_size else {"axis": 1}
-    node = ir.node("DequantizeLinear", inputs, attributes)
-    result = node.outputs[0]
-    result.name, result.shape = f"{value.name}_dequantized", value.shape
     # The graph is still in float32; a pass to half precision casts the scales, which fit exactly.
-    result.dtype = ir.DataType.FLOAT
-    graph.insert_before(before, node)
+    result = ir.val(f"{value.name}_dequantized", ir.DataType.FLOAT, value.shape)
+    graph.insert_before(before, ir.node("DequantizeLinear", inputs, attributes, outputs=[result]))
     return result
 
 
@@ -281,41 +277,33 @@ def quantize_embedding(
             matrix = tensor.numpy().T
             quantized = quantize(matrix, EMBEDDING_FORM, scale_dtype)
             found[digest(matrix)] = quantized
-            tables[table] = _register(model.graph, table, quantized)
+            codes = np.ascontiguousarray(quantized.codes.T)  # [V, H], with scales [V, 1]
+            tables[table] = (
+                constant(model.graph, f"{table.name}_codes", codes),
+                constant(model.graph, f"{table.name}_scales", quantized.scales[:, None]),
+            )
         _look_up(model.graph, node, *tables[table])
     RemoveUnusedNodesPass()(model)
     return found
 
 
-def _register(graph: ir.Graph, table: ir.Value, quantized: QuantizedMatrix) -> tuple[ir.Value, ir.Value]:
-    """Codes [V, H] and scales [V, 1] as weights of the graph."""
-    arrays = {"codes": np.ascontiguousarray(quantized.codes.T), "scales": quantized.scales[:, None]}
-    codes, scales = (
-        ir.val(f"{table.name}_{name}", const_value=ir.tensor(array)) for name, array in arrays.items()
-    )
-    graph.register_initializer(codes)
-    graph.register_initializer(scales)
-    return codes, scales
-
-
 def _look_up(graph: ir.Graph, gather: ir.Node, codes: ir.Value, scales: ir.Value) -> None:
     """Replace a Gather of the table by the product of a Gather of codes and a Gather of scales."""
-    ids, result = gather.inputs[1], gather.outputs[0]
-    assert codes.dtype is not None
-    assert scales.dtype is not None
-    rows = ir.node("Gather", [codes, ids], {"axis": 0})
-    row_scales = ir.node("Gather", [scales, ids], {"axis": 0})
-    cast = ir.node("Cast", [rows.outputs[0]], {"to": scales.dtype})
-    product = ir.node("Mul", [cast.outputs[0], row_scales.outputs[0]])
-    nodes = [rows, row_scales, cast, product]
-    for number, node in enumerate(nodes):
-        node.outputs[0].name = f"{result.name}_of_codes_{number}"
-        node.outputs[0].dtype = codes.dtype if node is rows else scales.dtype
-    for node in (rows, cast, product):
-        node.outputs[0].shape = result.shape
-    name = result.name
-    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [result], [product.outputs[0]])
-    product.outputs[0].name = name
+    ids, result, dtype = gather.inputs[1], gather.outputs[0], scales.dtype
+    assert dtype is not None
+    name, shape = result.name, result.shape
+    rows = ir.val(f"{name}_of_codes_0", codes.dtype, shape)
+    row_scales = ir.val(f"{name}_of_codes_1", dtype)
+    cast = ir.val(f"{name}_of_codes_2", dtype, shape)
+    product = ir.val(f"{name}_of_codes_3", dtype, shape)
+    nodes = [
+        ir.node("Gather", [codes, ids], {"axis": 0}, outputs=[rows]),
+        ir.node("Gather", [scales, ids], {"axis": 0}, outputs=[row_scales]),
+        ir.node("Cast", [rows], {"to": dtype}, outputs=[cast]),
+        ir.node("Mul", [cast, row_scales], outputs=[product]),
+    ]
+    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [result], [product])
+    product.name = name
 
 
 @dataclass(frozen=True)

@@ -29,28 +29,16 @@ HALVINGS = 32
 MIN_TEMPERATURE = 1e-30
 
 
-@dataclass(frozen=True)
-class AcceptedTensors:
-    """The accepted paths and new tokens of B sequences; P is the length of the longest path.
-
-    path: [B, P] int64, the accepted nodes, the root first; behind them ``path[i] == i``
-    counts: [B] int64, nodes of the path with the root, hence new tokens
-    tokens: [B, P] int64, the first ``counts`` are new; the last of them is the model's own
-    """
-
-    path: Tensor
-    counts: Tensor
-    tokens: Tensor
-
-
 def accept(
     input_ids: Tensor, parents: Tensor, ancestors: Tensor, choices: Tensor, length: int
-) -> AcceptedTensors:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Accept every node that the model chose after its parent, if all its ancestors are accepted too.
 
     input_ids, parents, choices: [B, N] int64; ``choices`` are the tokens that the model chose after each node
     ancestors: [B, N, N] bool, as ``drafters.tree_search.TreeTensors`` has them
     length: P, at least the depth of any node and one
+    Returns, all int64, the accepted nodes [B, P], the root first, behind which node i is at place i; how many
+    they are [B], hence how many tokens are new; and tokens [B, P], the first of which are the new ones.
     Children of one node have different tokens, so the model chose at most one of them. The accepted nodes are
     therefore one path, and their numbers ascend along it.
     """
@@ -67,7 +55,7 @@ def accept(
     found = torch.where(is_at, nodes, 0).sum(-1)
     on_path = places < counts.unsqueeze(1)
     tokens = torch.where(on_path, choices.gather(1, found), 0)
-    return AcceptedTensors(torch.where(on_path, found, places), counts, tokens)
+    return torch.where(on_path, found, places), counts, tokens
 
 
 @dataclass(frozen=True)

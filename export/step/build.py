@@ -14,33 +14,15 @@ import onnx_ir as ir
 from torch import nn
 
 from drafters.config import DrafterConfig
+from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from export.background import BackgroundProcess
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
 from export.graphs.layers import scattered
 from export.graphs.trace import silence_libraries, trace_standard
 from export.options import Options
-from export.step.contracts import (
-    accept_contract,
-    commit_contract,
-    expand_contract,
-    lattice_inputs,
-    level_inputs,
-    num_levels,
-    path_length,
-    prepare_contract,
-    search_contract,
-)
+from export.step import contracts, modules
 from export.step.joined_graphs import SearchGraphs, sampled_accept_graph
-from export.step.modules import (
-    AcceptGraph,
-    CommitGraph,
-    ExpandGraph,
-    LevelSearchGraph,
-    PrepareGraph,
-    SampledAcceptGraph,
-    SearchGraph,
-)
 from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec
@@ -62,43 +44,31 @@ class StepCheck:
 
     def __call__(self, graph: GraphRunner) -> dict[str, float]:
         inputs = random_inputs(self.contract, graph.capacity)
-        return check_step(graph, step_reference(self.module, self.contract, inputs))
+        return check_step(graph, inputs, step_reference(self.module, self.contract, inputs))
 
 
-@dataclass(frozen=True)
-class StepGraph:
-    """A float32 graph and its tensors."""
-
-    model: ir.Model
-    contract: GraphSpec
-    check: StepCheck
+# A float32 graph, with its name and its check.
+StepGraph = tuple[str, ir.Model, StepCheck]
+# A head with which a device can draft by itself, and its contract.
+DeviceDrafter = tuple[DrafterSpec, GraphSpec]
 
 
 @dataclass(frozen=True)
 class DraftSteps:
     """How a device drafts with the heads of a family: the step-logic graphs around the graph of the head.
 
-    searches: the graphs from drafts to trees, by name; takes the head, its contract and the sizes of trees
+    searches: the graphs from drafts to trees; takes the head, its contract and the sizes of trees
     num_elements: among how many elements a search for so many drafts chooses
     """
 
-    searches: Callable[[DrafterSpec, GraphSpec, tuple[int, ...]], Iterator[tuple[str, StepGraph]]]
+    searches: Callable[[DrafterSpec, GraphSpec, tuple[int, ...]], Iterator[StepGraph]]
     num_elements: Callable[[DrafterConfig, Options, int], int]
-
-
-@dataclass(frozen=True)
-class DeviceDrafter:
-    """A head with which a device can draft by itself. It can be sent to another process."""
-
-    spec: DrafterSpec
-    contract: GraphSpec
-    steps: DraftSteps
 
 
 def step_graphs(
     model: ModelSpec, backbone: GraphSpec, drafter: DeviceDrafter | None, step_nodes: tuple[int, ...]
-) -> Iterator[tuple[str, StepGraph]]:
-    """The graphs of plain steps, and of steps that verify so many nodes, each with its name.
+) -> Iterator[StepGraph]:
+    """The graphs of plain steps, and of steps that verify so many nodes.
 
     step_nodes: sizes of trees, as ``export.heads.check_step_nodes`` accepts them
     The contracts are those in float32. Searches come first, because compilers need long for them.
@@ -106,33 +76,34 @@ def step_graphs(
     if not step_nodes:
         return
     if drafter and step_nodes[1:]:
-        yield from drafter.steps.searches(drafter.spec, drafter.contract, step_nodes[1:])
-    length = path_length(drafter.spec if drafter else None)
-    yield "search_0", _traced(SearchGraph(0), search_contract((), 0))
-    yield "accept", _traced(AcceptGraph(length), accept_contract(model, length, sampled=False))
-    contract = accept_contract(model, length, sampled=True)
+        spec, of_head = drafter
+        yield from STEPS[spec.family].searches(spec, of_head, step_nodes[1:])
+    length = contracts.path_length(drafter[0] if drafter else None)
+    yield _traced("search_0", modules.SearchGraph(0), contracts.search_contract((), 0))
+    yield _traced(
+        "accept", modules.AcceptGraph(length), contracts.accept_contract(model, length, sampled=False)
+    )
+    contract = contracts.accept_contract(model, length, sampled=True)
     sampled = sampled_accept_graph(contract, length)
-    yield "accept_sampled", StepGraph(sampled, contract, StepCheck(SampledAcceptGraph(length), contract))
+    yield "accept_sampled", sampled, StepCheck(modules.SampledAcceptGraph(length), contract)
     if drafter is None:
         return
-    contract = prepare_contract(drafter.contract, drafter.spec)
-    yield "prepare", _traced(PrepareGraph(contract, drafter.spec, length), contract)
-    contract = commit_contract(backbone, model, length)
-    commit = trace_standard(CommitGraph(), contract)
-    yield "commit", StepGraph(commit, contract, StepCheck(CommitGraph(scattered), contract))
+    spec, of_head = drafter
+    contract = contracts.prepare_contract(of_head, spec)
+    yield _traced("prepare", modules.PrepareGraph(contract, spec, length), contract)
+    contract = contracts.commit_contract(backbone, model, length)
+    commit = trace_standard(modules.CommitGraph(), contract)
+    yield "commit", commit, StepCheck(modules.CommitGraph(scattered), contract)
 
 
-def _lattice_searches(
-    spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]
-) -> Iterator[tuple[str, StepGraph]]:
-    contracts = {nodes: search_contract(lattice_inputs(drafter, spec), nodes) for nodes in sizes}
-    makes = SearchGraphs(contracts[sizes[0]], merges_repeats=spec.merges_repeats)
-    for nodes, contract in contracts.items():
-        module = SearchGraph(nodes, merges_repeats=spec.merges_repeats)
-        yield (
-            f"search_{nodes}",
-            StepGraph(makes.graph(contract, nodes), contract, StepCheck(module, contract)),
-        )
+def _lattice_searches(spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]) -> Iterator[StepGraph]:
+    searches = {
+        nodes: contracts.search_contract(contracts.lattice_inputs(drafter, spec), nodes) for nodes in sizes
+    }
+    makes = SearchGraphs(searches[sizes[0]], merges_repeats=spec.merges_repeats)
+    for nodes, contract in searches.items():
+        module = modules.SearchGraph(nodes, merges_repeats=spec.merges_repeats)
+        yield f"search_{nodes}", makes.graph(contract, nodes), StepCheck(module, contract)
 
 
 def _lattice_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
@@ -140,14 +111,12 @@ def _lattice_elements(config: DrafterConfig, options: Options, num_nodes: int) -
     return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
 
 
-def _level_searches(
-    spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]
-) -> Iterator[tuple[str, StepGraph]]:
-    if num_levels(spec, sizes[-1]) > 1:
-        yield "expand", _traced(ExpandGraph(spec), expand_contract(drafter, spec))
+def _level_searches(spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]) -> Iterator[StepGraph]:
+    if contracts.num_levels(spec, sizes[-1]) > 1:
+        yield _traced("expand", modules.ExpandGraph(spec), contracts.expand_contract(drafter, spec))
     for nodes in sizes:
-        contract = search_contract(level_inputs(spec, nodes), nodes)
-        yield f"search_{nodes}", _traced(LevelSearchGraph(nodes), contract)
+        contract = contracts.search_contract(contracts.level_inputs(spec, nodes), nodes)
+        yield _traced(f"search_{nodes}", modules.LevelSearchGraph(nodes), contract)
 
 
 def _level_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
@@ -156,23 +125,19 @@ def _level_elements(config: DrafterConfig, options: Options, num_nodes: int) -> 
     return max(num_nodes, options.top_k * (1 + options.beam_width * passes_below))
 
 
-# Heads that give a lattice in one pass, and heads that give a level in each pass.
-LATTICE_STEPS = DraftSteps(_lattice_searches, _lattice_elements)
-LEVEL_STEPS = DraftSteps(_level_searches, _level_elements)
+# By the family of a head: of heads that give a lattice in one pass, and of heads that give a level in each
+# pass. A device cannot run the steps of others by itself.
+STEPS = {
+    PARALLEL: DraftSteps(_lattice_searches, _lattice_elements),
+    AUTOREGRESSIVE: DraftSteps(_level_searches, _level_elements),
+}
 
 
-def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:
-    return StepGraph(trace_standard(module, contract), contract, StepCheck(module, contract))
+def _traced(name: str, module: nn.Module, contract: GraphSpec) -> StepGraph:
+    return name, trace_standard(module, contract), StepCheck(module, contract)
 
 
-Arguments = tuple[
-    Path,
-    dict[str, GraphForm],
-    ModelSpec,
-    GraphSpec,
-    DeviceDrafter | None,
-    tuple[int, ...],
-]
+Arguments = tuple[Path, dict[str, GraphForm], ModelSpec, GraphSpec, DeviceDrafter | None, tuple[int, ...]]
 
 
 def write_step_graphs(
@@ -188,10 +153,9 @@ def write_step_graphs(
     forms: of the target model and the head, by the graphs' names
     The other arguments are those of ``step_graphs``.
     """
-    for name, graph in step_graphs(model, backbone, drafter, step_nodes):
+    for name, graph, check in step_graphs(model, backbone, drafter, step_nodes):
         path, form = directory / f"{name}.onnx", step_form(name, forms)
-        written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
-        yield GraphFile(written, graph.check)
+        yield GraphFile(save_graph(graph, check.contract, path, form, has_weights=False), check)
 
 
 def _write_silently(*arguments: Any) -> Iterator[GraphFile]:
@@ -208,17 +172,13 @@ def step_files(
     on_graph: called with each as soon as it is written
     parallel: write them in a process of their own, beside what is done in the block
     """
-
-    def written(file: GraphFile) -> None:
-        on_graph(file.written)
-
     # The graphs of plain steps alone take less time than starting a process.
     if parallel and len(arguments[-1]) > 1:
-        with BackgroundProcess(_write_silently, arguments, written) as process:
+        with BackgroundProcess(_write_silently, arguments, lambda file: on_graph(file.written)) as process:
             yield process.results
         return
     files = []
     for file in write_step_graphs(*arguments):
         files.append(file)
-        written(file)
+        on_graph(file.written)
     yield lambda: files

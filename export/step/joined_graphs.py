@@ -7,7 +7,7 @@ traced with open sizes and joined, frame after frame, for every size of a tree. 
 from a beginning, many halvings and an end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -124,36 +124,24 @@ def _type(tensor: TensorSpec) -> ir.TensorType:
     return ir.TensorType(ir.DataType.from_numpy(np.dtype(tensor.dtype)))
 
 
-class _SearchBeginning(nn.Module):
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        prefixes = root_prefixes(inputs["anchor_ids"], inputs["frame_tokens"], inputs["places"])
-        return tuple(vars(prefixes).values())
+class _Part(nn.Module):
+    """A function of a graph's inputs by name, as ``trace`` takes it."""
 
-
-class _SearchFrame(nn.Module):
-    def __init__(self, merges_repeats: bool):
+    def __init__(self, compute: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]):
         super().__init__()
-        self.merges_repeats = merges_repeats
+        self.compute = compute
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        prefixes = read_frame(
-            _prefixes(inputs),
-            lattice_of(inputs),
-            inputs["frame"],
-            inputs["places"],
-            merges_repeats=self.merges_repeats,
-        )
-        return tuple(vars(prefixes).values())
+        return self.compute(inputs)
 
 
-class _SearchEnd(nn.Module):
-    def __init__(self, max_depth: int):
-        super().__init__()
-        self.max_depth = max_depth
-
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        tree = tree_of(_prefixes(inputs), inputs["anchor_ids"], inputs["nodes"], max_depth=self.max_depth)
-        return search_outputs(tree, inputs["lengths"], inputs["positions"])
+def _trace(
+    compute: Callable[[dict[str, Tensor]], tuple[Tensor, ...]],
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
+) -> ir.Model:
+    with torch.no_grad():
+        return trace(_Part(compute), GraphSpec(tuple(inputs), tuple(outputs)))
 
 
 def _prefixes(inputs: Mapping[str, Tensor]) -> Prefixes:
@@ -169,11 +157,8 @@ class SearchGraphs:
     def __init__(self, contract: GraphSpec, *, merges_repeats: bool):
         lattice = [t for t in contract.inputs if t.name in LatticeTensors.__dataclass_fields__]
         given = {tensor.name: tensor for tensor in contract.inputs}
-        (frames,) = {tensor.shape[1] for tensor in lattice if tensor.name == "frame_tokens"}
-        assert isinstance(frames, int)
-        self.num_frames = frames
         anchor, tokens = given["anchor_ids"], given["frame_tokens"]
-        ends = (*SEARCH_STATE, anchor, given["lengths"], given["positions"], NODES)
+        self.num_frames = frames = int(tokens.shape[1])
         # The sizes of a tree are open here.
         outputs = tuple(
             TensorSpec(
@@ -181,13 +166,23 @@ class SearchGraphs:
             )
             for t in contract.outputs
         )
-        with torch.no_grad():
-            self._beginning = trace(_SearchBeginning(), GraphSpec((anchor, tokens, PLACES), SEARCH_STATE))
-            self._frame = trace(
-                _SearchFrame(merges_repeats),
-                GraphSpec((*lattice, *SEARCH_STATE, FRAME, PLACES), SEARCH_STATE),
-            )
-            self._end = trace(_SearchEnd(frames), GraphSpec(ends, outputs))
+
+        def begin(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            prefixes = root_prefixes(inputs["anchor_ids"], inputs["frame_tokens"], inputs["places"])
+            return tuple(vars(prefixes).values())
+
+        def read(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            before, at, places = _prefixes(inputs), inputs["frame"], inputs["places"]
+            prefixes = read_frame(before, lattice_of(inputs), at, places, merges_repeats=merges_repeats)
+            return tuple(vars(prefixes).values())
+
+        def end(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            tree = tree_of(_prefixes(inputs), inputs["anchor_ids"], inputs["nodes"], max_depth=frames)
+            return search_outputs(tree, inputs["lengths"], inputs["positions"])
+
+        self._beginning = _trace(begin, (anchor, tokens, PLACES), SEARCH_STATE)
+        self._frame = _trace(read, (*lattice, *SEARCH_STATE, FRAME, PLACES), SEARCH_STATE)
+        self._end = _trace(end, (*SEARCH_STATE, anchor, given["lengths"], given["positions"], NODES), outputs)
 
     def graph(self, contract: GraphSpec, num_nodes: int) -> ir.Model:
         """The graph of trees with ``num_nodes`` drafts."""
@@ -207,28 +202,18 @@ def _named(state: Sequence[ir.Value]) -> dict[str, ir.Value]:
     return dict(zip((tensor.name for tensor in SEARCH_STATE), state, strict=True))
 
 
-class _SamplingBeginning(nn.Module):
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        nucleus = widest_nucleus(inputs["logits"], *(inputs[name] for name in NUCLEUS_FILTERS))
-        return tuple(vars(nucleus).values())
+def _begin_sampling(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    nucleus = widest_nucleus(inputs["logits"], *(inputs[name] for name in NUCLEUS_FILTERS))
+    return tuple(vars(nucleus).values())
 
 
-class _SamplingHalving(nn.Module):
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        nucleus = halve(Nucleus(**{name: inputs[name] for name in SAMPLING_STATE}))
-        return nucleus.low, nucleus.high
+def _halve_nucleus(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    nucleus = halve(_nucleus(inputs))
+    return nucleus.low, nucleus.high
 
 
-class _SamplingEnd(nn.Module):
-    def __init__(self, whole: SampledAcceptGraph):
-        super().__init__()
-        self.whole = whole
-
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        uniforms = inputs["uniforms"].gather(1, inputs["depths"])
-        nucleus = Nucleus(**{name: inputs[name] for name in SAMPLING_STATE})
-        filters = (inputs[name] for name in DRAW_FILTERS)
-        return self.whole.accepted(inputs, draw(nucleus, inputs["logits"], uniforms, *filters))
+def _nucleus(inputs: Mapping[str, Tensor]) -> Nucleus:
+    return Nucleus(**{name: inputs[name] for name in SAMPLING_STATE})
 
 
 def sampled_accept_graph(contract: GraphSpec, length: int) -> ir.Model:
@@ -243,15 +228,16 @@ def sampled_accept_graph(contract: GraphSpec, length: int) -> ir.Model:
         TensorSpec(name, wide if name in ("blocks", "scores", "weights") else one, "float32")
         for name in SAMPLING_STATE
     ]
-    with torch.no_grad():
-        beginning = trace(
-            _SamplingBeginning(),
-            GraphSpec((given["logits"], *(given[name] for name in NUCLEUS_FILTERS)), tuple(state)),
-        )
-        halving = trace(_SamplingHalving(), GraphSpec(tuple(state), tuple(state[-2:])))
-        end = trace(
-            _SamplingEnd(SampledAcceptGraph(length)), GraphSpec((*contract.inputs, *state), contract.outputs)
-        )
+
+    def end_sampling(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        uniforms = inputs["uniforms"].gather(1, inputs["depths"])
+        filters = (inputs[name] for name in DRAW_FILTERS)
+        choices = draw(_nucleus(inputs), inputs["logits"], uniforms, *filters)
+        return SampledAcceptGraph(length).accepted(inputs, choices)
+
+    beginning = _trace(_begin_sampling, (given[name] for name in ("logits", *NUCLEUS_FILTERS)), state)
+    halving = _trace(_halve_nucleus, state, state[-2:])
+    end = _trace(end_sampling, (*contract.inputs, *state), contract.outputs)
     joined = JoinedGraph(contract)
     values = dict(zip(SAMPLING_STATE, joined.append(beginning, joined.inputs), strict=True))
     for _ in range(HALVINGS):

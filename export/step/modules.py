@@ -5,6 +5,7 @@ A search with nodes and the sampled accept are not traced from these modules but
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +62,7 @@ class PrepareGraph(nn.Module):
 
 
 class SearchGraph(nn.Module):
-    """From a lattice to a tree of ``num_nodes`` drafts and the inputs of the target model's pass over it.
-
-    With nodes it is not traced but put together from parts (``export.step.joined_graphs``), since that is
-    faster; this module says what they compute.
-    """
+    """From a lattice to a tree of ``num_nodes`` drafts and the inputs of the target model's pass over it."""
 
     def __init__(self, num_nodes: int, *, merges_repeats: bool = False):
         super().__init__()
@@ -139,11 +136,8 @@ class LevelSearchGraph(nn.Module):
 
 def lattice_of(inputs: Mapping[str, Tensor]) -> LatticeTensors:
     """The lattice among a graph's inputs."""
-    found = [inputs.get(name) for name in LatticeTensors.__dataclass_fields__]
-    tokens, log_probs, *others = found
-    assert tokens is not None
-    assert log_probs is not None
-    return LatticeTensors(tokens, log_probs, *others)
+    found: dict[str, Any] = {name: inputs.get(name) for name in LatticeTensors.__dataclass_fields__}
+    return LatticeTensors(**found)
 
 
 def search_outputs(tree: TreeTensors, lengths: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -184,10 +178,11 @@ class AcceptGraph(nn.Module):
         self.length = length
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        found = accept(
-            inputs["input_ids"], inputs["parents"], inputs["ancestors"], inputs["next_tokens"], self.length
-        )
-        return found.path, found.counts, found.tokens
+        return self.accepted_path(inputs, inputs["next_tokens"])
+
+    def accepted_path(self, inputs: dict[str, Tensor], choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``accept`` for the tokens that the model chose after each node, [B, N] int64."""
+        return accept(inputs["input_ids"], inputs["parents"], inputs["ancestors"], choices, self.length)
 
 
 class SampledAcceptGraph(AcceptGraph):
@@ -203,10 +198,9 @@ class SampledAcceptGraph(AcceptGraph):
 
     def accepted(self, inputs: dict[str, Tensor], choices: Tensor) -> tuple[Tensor, ...]:
         """The graph's outputs for the tokens that were drawn, [B, N] int64."""
-        found = accept(inputs["input_ids"], inputs["parents"], inputs["ancestors"], choices, self.length)
-        places = found.path.clamp(max=choices.shape[1] - 1)
-        log_probs = log_probs_of(inputs["logits"], choices).gather(1, places)
-        return found.path, found.counts, found.tokens, log_probs
+        path, counts, tokens = self.accepted_path(inputs, choices)
+        places = path.clamp(max=choices.shape[1] - 1)
+        return path, counts, tokens, log_probs_of(inputs["logits"], choices).gather(1, places)
 
 
 class CommitGraph(nn.Module):

@@ -19,11 +19,10 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from export.errors import ExportError
-from export.trt.attention import read_caches_in_place
 from runtime.core.bundle import EngineProfile, GraphSpec
 from runtime.core.errors import BundleError
 from runtime.core.system import replace_file
-from runtime.device.tensorrt import import_tensorrt_module
+from runtime.device.tensorrt import ATTENTION_QUERY, import_tensorrt_module
 
 # Every build on a machine without a GPU logs this, so it is never the reason of a failure.
 NO_DRIVER = "cudaError 35"
@@ -172,16 +171,43 @@ class EngineCompiler:
         The result raises ExportError with one line that names the node and operator which the compiler
         refuses.
         """
-        return self._thread.submit(
-            _compile,
-            self._library,
-            path,
-            contract,
-            profiles,
-            capabilities=self._capabilities,
-            timing_cache=self._timing_cache,
-            cancelled=self._cancelled,
-        )
+        return self._thread.submit(self._compile, path, contract, profiles)
+
+    def _compile(
+        self, path: Path, contract: GraphSpec, profiles: tuple[EngineProfile, ...]
+    ) -> CompiledEngine:
+        library, trt, log = self._library, self._library.trt, self._library.log
+        log.clear()
+        builder = trt.Builder(log)
+        network = builder.create_network(_strongly_typed(trt))
+        _parse(library, network, path)
+        layers = Counter(network.get_layer(index).type.name for index in range(network.num_layers))
+        if any(tensor.dtype == "float32" for tensor in contract.inputs if tensor.name.startswith("past_")):
+            _decompose_attention(trt, network)
+        else:
+            read_caches_in_place(trt, network)
+        config = builder.create_builder_config()
+        if library.compiles_ahead:
+            config.num_compute_capabilities = len(self._capabilities)
+            for index, capability in enumerate(self._capabilities):
+                config.set_compute_capability(getattr(trt.ComputeCapability, capability.upper()), index)
+            # Without it TensorRT for RTX may allocate during a pass, which a captured CUDA graph must not.
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        # By default products in float32 would be rounded to ten bits, more than the comparison allows.
+        config.clear_flag(trt.BuilderFlag.TF32)
+        for profile in profiles:
+            config.add_optimization_profile(_profile(builder, contract, profile))
+        cache = _load_timing_cache(config, self._timing_cache)
+        with _progress(trt, path.stem, self._cancelled) as monitor:
+            config.progress_monitor = monitor
+            plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            if self._cancelled.is_set():
+                raise ExportError(f"{path.name}: cancelled")
+            raise ExportError(f"{path.name}: {library.name} cannot build it: {_first_error(log.errors)}")
+        if self._timing_cache and cache is not None:
+            _save_timing_cache(cache, self._timing_cache)
+        return CompiledEngine(memoryview(plan), log.activation_bytes, layers)
 
 
 def compile_engine(
@@ -195,50 +221,6 @@ def compile_engine(
     """Compile a single file."""
     with EngineCompiler(library, capabilities=capabilities) as compiler:
         return compiler.submit(path, contract, profiles).result()
-
-
-def _compile(
-    library: Library,
-    path: Path,
-    contract: GraphSpec,
-    profiles: tuple[EngineProfile, ...],
-    *,
-    capabilities: tuple[str, ...],
-    timing_cache: Path | None,
-    cancelled: threading.Event,
-) -> CompiledEngine:
-    trt, log = library.trt, library.log
-    log.clear()
-    builder = trt.Builder(log)
-    network = builder.create_network(_strongly_typed(trt))
-    _parse(library, network, path)
-    layers = Counter(network.get_layer(index).type.name for index in range(network.num_layers))
-    if any(tensor.dtype == "float32" for tensor in contract.inputs if tensor.name.startswith("past_")):
-        _decompose_attention(trt, network)
-    else:
-        read_caches_in_place(trt, network)
-    config = builder.create_builder_config()
-    if library.compiles_ahead:
-        config.num_compute_capabilities = len(capabilities)
-        for index, capability in enumerate(capabilities):
-            config.set_compute_capability(getattr(trt.ComputeCapability, capability.upper()), index)
-        # Without it TensorRT for RTX may allocate during a pass, which a captured CUDA graph must not.
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    # By default products in float32 would be rounded to ten bits, more than the comparison allows.
-    config.clear_flag(trt.BuilderFlag.TF32)
-    for profile in profiles:
-        config.add_optimization_profile(_profile(builder, contract, profile))
-    cache = _load_timing_cache(config, timing_cache)
-    with _progress(trt, path.stem, cancelled) as monitor:
-        config.progress_monitor = monitor
-        plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        if cancelled.is_set():
-            raise ExportError(f"{path.name}: cancelled")
-        raise ExportError(f"{path.name}: {library.name} cannot build it: {_first_error(log.errors)}")
-    if timing_cache and cache is not None:
-        _save_timing_cache(cache, timing_cache)
-    return CompiledEngine(memoryview(plan), log.activation_bytes, layers)
 
 
 def _strongly_typed(trt: Any) -> int:
@@ -273,6 +255,66 @@ def _decompose_attention(trt: Any, network: Any) -> None:
         if layer.type == trt.LayerType.ATTENTION_INPUT:
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True
+
+
+def read_caches_in_place(trt: Any, network: Any) -> None:
+    """Let the attention of a parsed network read whole caches in place, up to the length in use.
+
+    Each query becomes an output of the network. Where the compiler (TensorRT for RTX 1.7) may merge the
+    computation of the query into attention, the memory it reports has room for keys and values of every
+    query head; this way it has none for them (``benchmarks.experiments.attention_memory``). Kernels also
+    learn how many positions of each sequence hold keys, so that they need not read the others.
+    """
+    producers = {}
+    attentions = []
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        for output in range(layer.num_outputs):
+            producers[layer.get_output(output).name] = layer
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            attentions.append(layer)
+
+    def unscaled(tensor: Any) -> tuple[Any, list[Any]]:
+        """What the parser multiplied by a root of the scale, and that root, if it did."""
+        product = producers.get(tensor.name)
+        if product is None or product.type != trt.LayerType.ELEMENTWISE:
+            return tensor, []
+        factor = product.get_input(1)
+        return (product.get_input(0), [factor]) if tuple(factor.shape) == (1, 1, 1, 1) else (tensor, [])
+
+    for index, layer in enumerate(attentions):
+        (query, of_query), (key, of_key) = unscaled(layer.get_input(0)), unscaled(layer.get_input(1))
+        update = producers.get(key.name)
+        if update is None or update.type != trt.LayerType.KV_CACHE_UPDATE or query.shape[1] == key.shape[1]:
+            continue
+        query = _add_scaled(trt, network, query, [*of_query, *of_key])
+        query.name = f"{ATTENTION_QUERY}{index}"
+        network.mark_output(query)
+        layer.set_input(0, query)
+        layer.set_input(1, key)
+        if not hasattr(trt.IAttention, "key_value_lengths"):  # an older TensorRT
+            continue
+        layer.__class__ = trt.IAttentionInputLayer
+        # Not all layers write as many positions: the upper ones of a graph with streams write more.
+        lengths = _add_lengths(trt, network, update.get_input(2), update.get_input(1))
+        layer.attention.key_value_lengths = lengths
+
+
+def _add_scaled(trt: Any, network: Any, query: Any, factors: list[Any]) -> Any:
+    """The query times all factors, in float32: the compiler fails at such an output in bfloat16."""
+    product = network.add_cast(query, trt.float32).get_output(0)
+    for factor in factors:
+        factor = network.add_cast(factor, trt.float32).get_output(0)
+        product = network.add_elementwise(product, factor, trt.ElementWiseOperation.PROD).get_output(0)
+    return network.add_cast(product, query.dtype).get_output(0)
+
+
+def _add_lengths(trt: Any, network: Any, first: Any, keys: Any) -> Any:
+    """Positions in use [B] int32 after an update with keys [B, H, N, D] from positions ``first`` [B]."""
+    shape = network.add_shape(keys).get_output(0)
+    count = network.add_slice(shape, (2,), (1,), (1,)).get_output(0)
+    first, count = (network.add_cast(each, trt.int32).get_output(0) for each in (first, count))
+    return network.add_elementwise(first, count, trt.ElementWiseOperation.SUM).get_output(0)
 
 
 def _profile(builder: Any, contract: GraphSpec, profile: EngineProfile) -> Any:

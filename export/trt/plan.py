@@ -1,11 +1,14 @@
 """The capacity, shapes and memory for which engines are compiled."""
 
+import math
 from collections.abc import Iterable
+
+from transformers import PretrainedConfig
 
 from drafters.config import DrafterConfig
 from export.errors import ExportError
-from export.heads import export_of
-from export.options import Options
+from export.heads import EXPORTS
+from export.options import FUSED, Options
 from runtime.core import bundle
 from runtime.core.bundle import CAPACITY_MULTIPLE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 from runtime.core.options import PROMPT_SIZES
@@ -22,6 +25,8 @@ USUAL_CONTEXT = 8
 # Step-logic graphs that work on the positions of the head's cache.
 OF_THE_HEAD = ("prepare", "expand")
 GIB = 2**30
+# Types of caches for which the compiler has kernels of attention.
+HALF = ("float16", "bfloat16")
 
 
 def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
@@ -46,6 +51,31 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
 def read_bounds(capacity: int) -> tuple[int, int, int]:
     """Positions of a cache that passes read: those in use, up to all."""
     return CAPACITY_MULTIPLE, capacity, capacity
+
+
+def target_model_reads_in_place(config: PretrainedConfig, activations: str, attention: str | None) -> bool:
+    """Whether passes of a target model read its whole caches in place.
+
+    Otherwise they copy the keys and values that they read, so they should read a part (``slice_caches``).
+    TensorRT's kernels read in place where several query heads share keys. Attention with a soft cap on its
+    scores is made of other operators.
+
+    activations: the type of the caches
+    attention: a form of ``export.options.ATTENTION``, or None for the target's default
+    """
+    num_heads = config.num_attention_heads
+    has_groups = (getattr(config, "num_key_value_heads", None) or num_heads) < num_heads
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return has_groups and softcap is None and _has_kernels(activations, attention)
+
+
+def drafter_reads_in_place(config: DrafterConfig, activations: str, attention: str | None) -> bool:
+    """The same for passes of a draft head."""
+    return config.num_kv_heads < config.num_heads and _has_kernels(activations, attention)
+
+
+def _has_kernels(activations: str, attention: str | None) -> bool:
+    return activations in HALF and attention in (None, FUSED)
 
 
 def step_profiles(
@@ -124,7 +154,7 @@ def drafter_profiles(
     plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
     """As for the target model: one for the steps of all sequences, one for the context of a single one."""
-    axes_of = export_of(config, options).axes
+    axes_of = EXPORTS[options.family_of(config).name].axes
     if axes_of is None:
         # A prompt keeps all its tokens; one of them is scored and starts streams.
         passes = _target_model_passes(plan, config)
@@ -150,15 +180,9 @@ def drafter_profiles(
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:
     """Bytes of the keys and values of all sequences."""
-    total = 0
-    for tensor in contract.inputs:
-        if tensor.name.startswith("past_"):
-            _, heads, positions, size = tensor.shape
-            assert isinstance(heads, int)
-            assert isinstance(positions, int)
-            assert isinstance(size, int)
-            total += num_seqs * heads * positions * size * ITEM_SIZES[tensor.dtype]
-    return total
+    caches = [tensor for tensor in contract.inputs if tensor.name.startswith("past_")]
+    sizes = (math.prod(map(int, cache.shape[1:])) * ITEM_SIZES[cache.dtype] for cache in caches)
+    return num_seqs * sum(sizes)
 
 
 def check_memory(memory: dict[str, dict[str, int]], limit_gib: float | None) -> None:

@@ -14,7 +14,6 @@ from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.quantisation.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
-from export.trt.attention import drafter_reads_in_place, target_model_reads_in_place
 from export.trt.compiler import (
     CompiledEngine,
     EngineCompiler,
@@ -32,7 +31,9 @@ from export.trt.plan import (
     draft_plan,
     drafter_capacity,
     drafter_profiles,
+    drafter_reads_in_place,
     step_profiles,
+    target_model_reads_in_place,
 )
 from export.verify.runner import DevicePasses, GraphRunner
 from runtime.core.bundle import EngineProfile
@@ -54,11 +55,9 @@ def build_tensorrt(
     library = load_library(target)
     backbone = _precision(options.precision, options)
     drafter = _precision(options.head_precision, options)
-    used = {
-        options.precision,
-        options.head_precision,
-        *_half_names(backbone, drafter),
-    }
+    activations = (backbone.activations, drafter.activations)
+    halves = [name for name, dtype in ACTIVATIONS.items() if dtype in activations]
+    used = {options.precision, options.head_precision, *halves}
     check_capabilities(library, options.gpus, tuple(sorted(used)))
     if options.timing_cache:
         check_timing_cache(options.timing_cache)
@@ -107,43 +106,43 @@ def build_tensorrt(
             step_nodes=step_nodes,
             on_step_graph=start_step_graph,
         )
-        contract = built.graphs["backbone"].file.written.contract
+        contract = built.graphs["backbone"].written.contract
         profiles["backbone"] = backbone_profiles(plan, config, contract)
         if config:
             name = options.family_of(config).graph
-            contract = built.graphs[name].file.written.contract
+            contract = built.graphs[name].written.contract
             profiles[name] = drafter_profiles(plan, config, options, contract)
-        for name, graph in built.graphs.items():
-            data = _data_file(graph.file.written.path)
+        for name, file in built.graphs.items():
+            data = _data_file(file.written.path)
             # A step-logic graph has no such file.
             memory[name] = {"weights": data.stat().st_size if data.exists() else 0}
             # The commit graph works on the target model's caches.
             if name != "commit":
-                memory[name]["cache"] = cache_bytes(graph.file.written.contract, plan.max_num_seqs)
+                memory[name]["cache"] = cache_bytes(file.written.contract, plan.max_num_seqs)
         plan = msgspec.structs.replace(
             plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
         )
         progress(f"plan: {describe(plan)}")
         check_memory(memory, options.gpu_memory)
         progress(f"compiling for {', '.join(options.gpus) or 'this GPU'}")
-        for name, graph in built.graphs.items():
+        for name, file in built.graphs.items():
             # The graphs with weights wait until ONNX Runtime has let go of its copy of the weights.
             if name not in engines:
-                start(name, graph.file.written)
-        for name, graph in built.graphs.items():
+                start(name, file.written)
+        for name, file in built.graphs.items():
             engine = engines.pop(name).result()
             memory[name] |= {"weights": engine.plan.nbytes, "activations": engine.activation_bytes}
             (directory / f"{name}.engine").write_bytes(engine.plan)
-            graph.file.written.path.unlink()
-            _data_file(graph.file.written.path).unlink(missing_ok=True)
+            file.written.path.unlink()
+            _data_file(file.written.path).unlink(missing_ok=True)
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
     # The engines run after all are compiled, because a compiler that measures kernels needs the whole GPU.
-    for name, graph in built.graphs.items() if not reason else ():
+    for name, file in built.graphs.items() if not reason else ():
         progress(f"comparing {name}.engine with PyTorch")
         content = (directory / f"{name}.engine").read_bytes()
-        validation[f"{name}.engine"] = check_engine(library, cudart, content, graph.file, profiles[name])
-    return dataclasses.replace(built, engine_plan=plan, engine_validation=validation)
+        validation[f"{name}.engine"] = check_engine(library, cudart, content, file, profiles[name])
+    return dataclasses.replace(built, engine_plan=plan, differences=built.differences | validation)
 
 
 def _data_file(path: Path) -> Path:
@@ -157,10 +156,6 @@ def _precision(name: str, options: Options) -> Precision:
         usual = "bf16" if "bf16" in (options.precision, options.head_precision) else "fp16"
         return Precision(ACTIVATIONS[options.activations or usual], FORMS[name])
     return Precision(ACTIVATIONS[name])
-
-
-def _half_names(*precisions: Precision) -> list[str]:
-    return [name for name, dtype in ACTIVATIONS.items() if any(p.activations == dtype for p in precisions)]
 
 
 def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | None) -> str | None:

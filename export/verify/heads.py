@@ -24,18 +24,23 @@ from export.verify.comparison import Tensors, check_labels, of_labels
 from export.verify.runner import GraphRunner
 
 
+def _portions(features: NDArray[np.float32]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where the two portions of a context [P, F*H] begin and end."""
+    count = features.shape[0]
+    return (0, count - 3), (count - 3, count)
+
+
 @dataclass(frozen=True)
 class ParallelReference:
     """A context in two portions, and what the head drafts after each.
 
-    features [P, F*H]: the context, of which the first ``split`` positions are read first
+    features [P, F*H]: the context
     anchors [2] int64: the token after each portion
     lattices: after each portion, the expected outputs by name; the second has the first frames only if the
         head can leave some out
     """
 
     features: NDArray[np.float32]
-    split: int
     anchors: NDArray[np.int64]
     lattices: tuple[Tensors, ...]
 
@@ -46,18 +51,17 @@ def parallel_reference(
 ) -> ParallelReference:
     """Run the head on a context [P, F*H], cut short and whole."""
     config = drafter.config
-    split = features.shape[0] - 3
     anchors = np.random.default_rng(seed).integers(0, config.vocab_size, 2)
     counts = (config.num_frames, -(-config.num_frames // 2) if config.num_layers else config.num_frames)
     lattices = []
-    for anchor, length, count in zip(anchors, (split, features.shape[0]), counts, strict=True):
+    for anchor, (_, length), count in zip(anchors, _portions(features), counts, strict=True):
         frames = torch.arange(length, length + count)[None]
         mask = torch.ones(1, 1, count, length + count, dtype=torch.bool)
         context, anchor_ids = torch.from_numpy(features[:length])[None], torch.tensor([[anchor]])
         hidden = drafter(context, torch.arange(length)[None], anchor_ids, frames, mask)
         lattice = lattice_tensors(drafter, hidden, anchor_ids[0], width=width)
         lattices.append({name: tensor[0].numpy() for name, tensor in lattice.present().items()})
-    return ParallelReference(features, split, anchors, tuple(lattices))
+    return ParallelReference(features, anchors, tuple(lattices))
 
 
 def check_parallel(
@@ -69,7 +73,7 @@ def check_parallel(
     ``equal_argmax`` is the share of frames in which graph and reference prefer the same label.
     """
     found, equal = {}, []
-    portions = ((0, reference.split), (reference.split, reference.features.shape[0]))
+    portions = _portions(reference.features)
     for name, (start, end), anchor, lattice in zip(
         ("prefill", "step"), portions, reference.anchors, reference.lattices, strict=True
     ):
@@ -83,23 +87,14 @@ def check_parallel(
             write_index=np.array(start),
         )
         # The sorted probabilities are compared as they are, other tensors only for the labels that both have.
-        same = check_labels(
-            f"drafter {name} frame_tokens",
-            outputs["frame_tokens"],
-            lattice["frame_tokens"],
-            graph.activations,
-        )
+        what, tokens = f"drafter {name}", lattice["frame_tokens"]
+        same = check_labels(f"{what} frame_tokens", outputs["frame_tokens"], tokens, graph.activations)
         equal += same[:, 0].tolist()
-        found[name] = max(
-            graph.difference(
-                f"drafter {name} {key}",
-                of_labels(outputs[key], same),
-                of_labels(expected, same),
-                slack=slack,
-            )
-            for key, expected in lattice.items()
-            if key != "frame_tokens"
-        )
+        found[name] = 0.0
+        for key, expected in lattice.items():
+            if key != "frame_tokens":
+                pair = (of_labels(each, same) for each in (outputs[key], expected))
+                found[name] = max(found[name], graph.difference(f"{what} {key}", *pair, slack=slack))
     return {**found, "equal_argmax": float(np.mean(equal))}
 
 
@@ -113,14 +108,13 @@ LEVELS = 8
 class AutoregressiveReference:
     """Inputs, and the log-probabilities that are expected.
 
-    features [P, F*H]: the context, of which the first ``split`` positions are read first
+    features [P, F*H]: the context
     token_ids [P + 1]: the tokens of the context, and the anchor after it
     drafts [2, L-1, 2]: after each portion, the path's tokens and their siblings
     log_probs [2, L, 2, V]: after the anchor (twice the same), then after every draft
     """
 
     features: NDArray[np.float32]
-    split: int
     token_ids: NDArray[np.int64]
     drafts: NDArray[np.int64]
     log_probs: NDArray[np.float32]
@@ -138,10 +132,9 @@ def autoregressive_reference(
         depth = min(depth, LEVELS)
     token_ids = random.integers(0, config.vocab_size, count + 1)
     drafts = random.integers(0, config.vocab_size, (2, depth - 1, BRANCHES))
-    split = count - 3
     drafted = drafter.token_ids(torch.arange(config.label_count)).numpy()
     log_probs = np.full((2, depth, BRANCHES, config.vocab_size), -np.inf, np.float32)
-    for portion, end in enumerate((split, count)):
+    for portion, (_, end) in enumerate(_portions(features)):
         context = torch.from_numpy(features[:end])[None]
         # Each sibling ends a sequence of its own.
         for level in range(depth):
@@ -154,7 +147,7 @@ def autoregressive_reference(
                 )
                 found = drafter.logits(hidden[0, level]).log_softmax(-1)
                 log_probs[portion, level, branch, drafted] = found.numpy()
-    return AutoregressiveReference(features, split, token_ids, drafts, log_probs)
+    return AutoregressiveReference(features, token_ids, drafts, log_probs)
 
 
 def check_autoregressive(graph: GraphRunner, reference: AutoregressiveReference) -> dict[str, float]:
@@ -164,7 +157,7 @@ def check_autoregressive(graph: GraphRunner, reference: AutoregressiveReference)
     """
     equal: list[bool] = []
     found = {"context": 0.0, "draft": 0.0}
-    portions = ((0, reference.split), (reference.split, reference.features.shape[0]))
+    portions = _portions(reference.features)
     for (start, end), drafts, expected in zip(portions, reference.drafts, reference.log_probs, strict=True):
         outputs = _read_context(graph, reference, start, end)
         found["context"] = max(found["context"], _compare(graph, "context", outputs, expected[0, :1], equal))

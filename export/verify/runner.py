@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -22,8 +23,6 @@ from runtime.engines.ort_wheel import ort
 
 # Positions of a cache whose capacity the graph leaves open.
 CAPACITY = 64
-# The input of a step's graphs that has a cache's positions.
-POSITIONS = "positions"
 # Positions of a cache that passes leave out whose masks may have fewer columns than the cache has positions.
 UNREAD = 8
 # The types of arrays by those of a contract's tensors.
@@ -49,12 +48,10 @@ class GraphRunner:
         sizes = {"B": 1, "S": _open_capacity(contract)}
         past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
         # Graphs of a step read the positions of a cache that they do not have.
-        sizes_of_caches = [t.shape[2] for t in past] + [
-            t.shape[0] for t in self.inputs if t.name == POSITIONS
-        ]
-        capacity = next((size for size in sizes_of_caches if isinstance(size, int)), sizes["S"])
+        positions = [t.shape[0] for t in self.inputs if t.name == "positions"]
+        sizes_of_caches = [t.shape[2] for t in past] + positions
         # Columns of the masks.
-        self.capacity = capacity
+        self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), sizes["S"])
         if past and any("R" in tensor.shape for tensor in self.inputs):
             self.capacity -= UNREAD
         # The contents of the caches by the names of the inputs, before the next pass.
@@ -79,7 +76,10 @@ class GraphRunner:
         outputs = self._execute(inputs | self.cache)
         for name in self.cache:
             self.cache[name] = outputs.pop(name.replace("past_", "present_"))
-        return {name: _exact(array[0]) for name, array in outputs.items()}
+        return {
+            name: array[0] if array.dtype.kind in "ib" else array[0].astype(np.float32)
+            for name, array in outputs.items()
+        }
 
     def keep(self, start: int, path: NDArray[np.int64]) -> None:
         """Move the cache's positions ``start + path`` together, to ``start`` and after it."""
@@ -103,10 +103,6 @@ def _open_capacity(contract: GraphSpec) -> int:
     frames = shapes[0][2] if shapes else 0
     assert isinstance(frames, int)
     return CAPACITY + 8 * frames
-
-
-def _exact(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.dtype.kind in "ib" else array.astype(np.float32)
 
 
 def onnx_runner(
@@ -244,15 +240,12 @@ def with_output_axes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def encoded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Values in a device's type; numpy has no bfloat16, so that is its 16 bits, rounded to even."""
-    if dtype != "bfloat16":
-        return values.astype(dtype)
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    """Values in a device's type; of bfloat16 the 16 bits, rounded to even."""
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
 
 
 def decoded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The other way around: float16 and bfloat16 become float32."""
     if dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32) if dtype == "float16" else values
+        values = values.view(ml_dtypes.bfloat16)
+    return values.astype(np.float32) if dtype in ("float16", "bfloat16") else values

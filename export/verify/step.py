@@ -1,6 +1,5 @@
 """A step-logic graph against PyTorch, on random inputs such as the other graphs of a step make them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,6 @@ PASS_NODES, NEXT_DEPTH = 2, 2
 STATE_STEP = 1 / 8
 # Number of examples that are compared.
 EXAMPLES = 8
-
-
-@dataclass(frozen=True)
-class StepReference:
-    """Examples of one sequence: inputs, and outputs by name; caches are named as the graph's inputs."""
-
-    inputs: list[Tensors]
-    expected: list[Tensors]
 
 
 def random_inputs(contract: GraphSpec, capacity: int, seed: int = 0) -> list[Tensors]:
@@ -158,8 +149,8 @@ def _sized(shape: tuple[int | str, ...]) -> list[int]:
 
 
 @torch.no_grad()
-def step_reference(module: nn.Module, contract: GraphSpec, inputs: list[Tensors]) -> StepReference:
-    """The outputs of a module for the inputs."""
+def step_reference(module: nn.Module, contract: GraphSpec, inputs: list[Tensors]) -> list[Tensors]:
+    """The outputs of a module by name, for the inputs of each example."""
     past = [tensor.name for tensor in contract.inputs if tensor.name.startswith("past_")]
     expected = []
     for each in inputs:
@@ -167,17 +158,18 @@ def step_reference(module: nn.Module, contract: GraphSpec, inputs: list[Tensors]
         outputs = module(tensors, [tensors.pop(name) for name in past])
         named = zip((tensor.name for tensor in contract.outputs), outputs, strict=True)
         expected.append({name: value.numpy() for name, value in named})
-    return StepReference(inputs, expected)
+    return expected
 
 
-def check_step(graph: GraphRunner, reference: StepReference) -> dict[str, float]:
+def check_step(graph: GraphRunner, examples: list[Tensors], reference: list[Tensors]) -> dict[str, float]:
     """The largest difference of real outputs.
 
+    examples: inputs, as of ``random_inputs``; reference: the outputs for them
     Raises ExportError if it is too large, or if whole numbers differ. A search may order nodes of nearly the
     same probability in another way (``comparison.tree_problem``).
     """
     largest = 0.0
-    for inputs, expected in zip(reference.inputs, reference.expected, strict=True):
+    for inputs, expected in zip(examples, reference, strict=True):
         for name in graph.cache:
             graph.cache[name][...] = inputs[name]
         batched = {tensor.name for tensor in graph.inputs if tensor.shape[0] == "B"}

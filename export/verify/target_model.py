@@ -29,36 +29,45 @@ PROMPT_LENGTH = 21
 TREE_PARENTS = np.array([-1, 0, 0, 1, 1, 2, 3, 6])
 
 
+def ancestors_of(node: int) -> list[int]:
+    """Nodes from the root to ``node``, both included."""
+    return [] if node < 0 else [*ancestors_of(int(TREE_PARENTS[node])), node]
+
+
+# The nodes of the first tree that are committed before the second.
+PATH = np.array(ancestors_of(TREE_PARENTS.size - 1))
+
+
 @dataclass(frozen=True)
 class TargetModelReference:
     """Inputs and expected outputs of one prefill and two tree steps.
 
     prompt [P] int64; trees [2, N] int64, the tokens of the nodes
-    path: the nodes of the first tree that are committed before the second
     prefill_logits [V], prefill_features [P, F*H]; tree_logits [2, N, V], tree_features [2, N, F*H]
     """
 
     prompt: NDArray[np.int64]
     trees: NDArray[np.int64]
-    path: NDArray[np.int64]
     prefill_logits: NDArray[np.float32]
     prefill_features: NDArray[np.float32]
     tree_logits: NDArray[np.float32]
     tree_features: NDArray[np.float32]
 
 
-def ancestors_of(node: int) -> list[int]:
-    """Nodes from the root to ``node``, both included."""
-    return [] if node < 0 else [*ancestors_of(int(TREE_PARENTS[node])), node]
+def _random_texts(
+    vocab: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[list[int], list[int]]]:
+    """A prompt [P], two trees [2, N], and the text before each tree."""
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, vocab, PROMPT_LENGTH)
+    trees = random.integers(0, vocab, (2, TREE_PARENTS.size))
+    return prompt, trees, (prompt.tolist(), [*prompt.tolist(), *trees[0][PATH].tolist()])
 
 
 @torch.no_grad()
 def target_model_reference(source: Source, seed: int = 0) -> TargetModelReference:
     """Run the model itself on the prompt, and on each path of two trees after it."""
-    random = np.random.default_rng(seed)
-    vocab = source.spec.vocab_size
-    prompt = random.integers(0, vocab, PROMPT_LENGTH)
-    trees = random.integers(0, vocab, (2, TREE_PARENTS.size))
+    prompt, trees, prefixes = _random_texts(source.spec.vocab_size, seed)
     # Every model supports this implementation; models with a soft cap support no other.
     source.model.set_attn_implementation("eager")
     tap = FeatureTap(source.model, source.layer_ids)
@@ -71,8 +80,6 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
         return logits.numpy(), tap.take()[:, start:].numpy()
 
     prefill_logits, prefill_features = run([prompt.tolist()], 0)
-    path = np.array(ancestors_of(TREE_PARENTS.size - 1))
-    prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
     paths = [ancestors_of(node) for node in range(TREE_PARENTS.size) if node not in TREE_PARENTS]
     # Which path goes through a node, and the node's place in it.
     path_of, place_of = np.zeros_like(TREE_PARENTS), np.zeros_like(TREE_PARENTS)
@@ -87,7 +94,6 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
     return TargetModelReference(
         prompt,
         trees,
-        path,
         prefill_logits[0, -1],
         prefill_features[0],
         np.array(tree_logits),
@@ -133,8 +139,8 @@ def check_target_model(graph: GraphRunner, reference: TargetModelReference) -> d
             graph.difference("tree features", outputs["features"], features),
         )
         equal += (outputs["logits"].argmax(-1) == logits.argmax(-1)).tolist()
-        graph.keep(start, reference.path)
-        start += reference.path.size
+        graph.keep(start, PATH)
+        start += PATH.size
     return {"prefill": prefill, "tree": tree, "equal_argmax": float(np.mean(equal))}
 
 
@@ -161,13 +167,11 @@ class StreamingReference:
     """Inputs and expected outputs of one prefill and two tree steps.
 
     prompt [P] int64; trees [2, N] int64, the tokens of the nodes
-    path: the nodes of the first tree that are committed before the second
     after_prompt: of the prompt's last token; nodes: of every node of both trees
     """
 
     prompt: NDArray[np.int64]
     trees: NDArray[np.int64]
-    path: NDArray[np.int64]
     after_prompt: NodeOutputs
     nodes: tuple[list[NodeOutputs], ...]
 
@@ -175,10 +179,7 @@ class StreamingReference:
 @torch.no_grad()
 def streaming_reference(head: StreamFrames, *, width: int, seed: int = 0) -> StreamingReference:
     """Run the model and the head on the prompt, and on the path to each node of two trees after it."""
-    random = np.random.default_rng(seed)
-    vocab = head.config.vocab_size
-    prompt = random.integers(0, vocab, PROMPT_LENGTH)
-    trees = random.integers(0, vocab, (2, TREE_PARENTS.size))
+    prompt, trees, prefixes = _random_texts(head.config.vocab_size, seed)
     head.model.set_attn_implementation("eager")
     tap = FeatureTap(head.model, head.config.target_layer_ids)
 
@@ -188,8 +189,6 @@ def streaming_reference(head: StreamFrames, *, width: int, seed: int = 0) -> Str
         exit_logits = head.exit_logits(features[:, -1])[0].numpy()
         return NodeOutputs(logits[0].numpy(), _lattice(head, features, logits.argmax(-1), width), exit_logits)
 
-    path = np.array(ancestors_of(TREE_PARENTS.size - 1))
-    prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
     nodes: tuple[list[NodeOutputs], ...] = ([], [])
     for tree, prefix, preferred, found in zip(trees, prefixes, PREFERRED, nodes, strict=True):
         for node in range(tree.size):
@@ -198,7 +197,7 @@ def streaming_reference(head: StreamFrames, *, width: int, seed: int = 0) -> Str
             found.append(outputs([*prefix, *tree[ancestors_of(node)].tolist()]))
     after_prompt = outputs(prompt.tolist())
     tap.remove()
-    return StreamingReference(prompt, trees, path, after_prompt, nodes)
+    return StreamingReference(prompt, trees, after_prompt, nodes)
 
 
 def _lattice(head: StreamFrames, features: Tensor, anchor_ids: Tensor, width: int) -> Tensors:
@@ -243,8 +242,8 @@ def check_streaming(graph: GraphRunner, reference: StreamingReference) -> dict[s
             logits.argmax() == node.logits.argmax()
             for logits, node in zip(outputs["logits"], kept_nodes, strict=True)
         ]
-        graph.keep(start, reference.path)
-        start += reference.path.size
+        graph.keep(start, PATH)
+        start += PATH.size
     return {**found, "equal_argmax": float(np.mean(equal))}
 
 

@@ -18,7 +18,7 @@ from runtime.device.kernel_file import KernelFile, kernel_file
 LOGGER = logging.getLogger(__name__)
 # Of a graph's file, after the graph's name.
 SUFFIX = ".engine"
-# Before the numbers of outputs that hold queries of attention, which nobody reads (``export.trt.attention``).
+# Before the numbers of outputs that hold queries of attention, which nobody reads (``export.trt.compiler``).
 ATTENTION_QUERY = "attention_query_"
 # They are in half precision.
 QUERY_BYTES = 2

@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from export.graphs.joined_attention import ATTENTION, ROTARY_ATTENTION
-from export.graphs.joined_products import PRODUCT
+from export.graphs.compiled import ATTENTION, PRODUCT, ROTARY_ATTENTION
 from runtime.engines.operators import DOMAIN, operator_library
 from runtime.engines.ort import session_options
 from tests.export.quantisation.test_quantization import matrix

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from drafters.streaming import StreamFrames
 from export.errors import ExportError
 from export.graphs.contracts import streaming_contract
-from export.graphs.streaming import keep_nodes
+from export.graphs.modules import keep_nodes
 from export.options import Options
 from export.source import load_source
 from export.verify.runner import GraphRunner
@@ -121,14 +121,14 @@ def test_kept_nodes_are_the_best_and_a_tree() -> None:
         for node in range(1, real):
             ancestors[node] |= ancestors[parents[node]]
         for kept in range(1, size + 1):
-            found = keep_nodes(
+            kept_nodes, kept_places = keep_nodes(
                 torch.from_numpy(logits)[None],
                 torch.from_numpy(tokens)[None],
                 torch.from_numpy(parents)[None],
                 torch.from_numpy(ancestors)[None],
                 torch.arange(kept),
             )
-            nodes = found.nodes[0].numpy()
+            nodes = kept_nodes[0].numpy()
             assert (np.diff(nodes) > 0).all()
             assert nodes[0] == 0
             of_tree = nodes[nodes < real]
@@ -137,7 +137,7 @@ def test_kept_nodes_are_the_best_and_a_tree() -> None:
             scores = path_scores(tokens[:real], list(logits), parents[:real])
             best = np.sort(scores)[::-1][: of_tree.size]
             np.testing.assert_allclose(np.sort(scores[of_tree])[::-1], best, atol=1e-3)
-            places = found.places[0].numpy()
+            places = kept_places[0].numpy()
             assert (places[nodes] == np.arange(kept)).all()
 
 

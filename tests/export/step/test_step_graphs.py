@@ -130,19 +130,19 @@ def test_acceptance_walks_the_tree() -> None:
         choices = random.integers(0, 12, len(tree))
         path, bonus = tree.walk(choices.item)
         ids, parents, chosen = (torch.from_numpy(each)[None] for each in (tree.tokens, tree.parents, choices))
-        found = accept(ids, parents, ancestors_of(tree), chosen, 10)
-        count = int(found.counts[0])
-        assert found.path[0, :count].tolist() == path.tolist()
-        assert found.path[0, count:].tolist() == list(range(count, 10))
-        assert found.tokens[0, : count - 1].tolist() == tree.tokens[path[1:]].tolist()
-        assert found.tokens[0, count - 1] == bonus
+        accepted, counts, tokens = accept(ids, parents, ancestors_of(tree), chosen, 10)
+        count = int(counts[0])
+        assert accepted[0, :count].tolist() == path.tolist()
+        assert accepted[0, count:].tolist() == list(range(count, 10))
+        assert tokens[0, : count - 1].tolist() == tree.tokens[path[1:]].tolist()
+        assert tokens[0, count - 1] == bonus
 
 
 def test_a_missing_node_is_never_accepted() -> None:
     """Its token is the root's, which the model may well choose after the root."""
     ids, parents = torch.tensor([[5, 5]]), torch.tensor([[-1, -1]])
-    found = accept(ids, parents, torch.eye(2, dtype=torch.bool)[None], torch.tensor([[5, 5]]), 2)
-    assert found.counts.tolist() == [1]
+    _, counts, _ = accept(ids, parents, torch.eye(2, dtype=torch.bool)[None], torch.tensor([[5, 5]]), 2)
+    assert counts.tolist() == [1]
 
 
 def test_the_mask_of_a_tree_is_the_hosts() -> None:
@@ -235,11 +235,12 @@ def test_a_wrong_graph_is_refused(module: torch.nn.Module, contract: GraphSpec, 
         return GraphRunner(execute, contract, Precision("float32"))
 
     right = runner(lambda name, value: value)
-    reference = step_reference(module, contract, random_inputs(contract, right.capacity))
-    assert check_step(right, reference)["outputs"] == 0
+    examples = random_inputs(contract, right.capacity)
+    reference = step_reference(module, contract, examples)
+    assert check_step(right, examples, reference)["outputs"] == 0
     wrong = runner(lambda name, value: value + 1 if name == output else value)
     with pytest.raises(ExportError, match=r"differ|before its parent"):
-        check_step(wrong, reference)
+        check_step(wrong, examples, reference)
 
 
 @pytest.mark.parametrize(

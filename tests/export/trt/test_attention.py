@@ -6,13 +6,8 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from export.options import FUSED
-from export.trt.attention import (
-    drafter_reads_in_place,
-    read_caches_in_place,
-    target_model_reads_in_place,
-)
-from export.trt.compiler import load_library
-from export.trt.plan import backbone_capacity
+from export.trt.compiler import load_library, read_caches_in_place
+from export.trt.plan import backbone_capacity, drafter_reads_in_place, target_model_reads_in_place
 from runtime.core.bundle import EnginePlan
 from runtime.device.tensorrt import ATTENTION_QUERY
 

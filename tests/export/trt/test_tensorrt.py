@@ -25,7 +25,6 @@ from export.pipeline import write_graph
 from export.quantisation.precision import Precision
 from export.quantisation.weights import round_parameters
 from export.source import load_source
-from export.trt.attention import drafter_reads_in_place, target_model_reads_in_place
 from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import (
     backbone_capacity,
@@ -33,6 +32,8 @@ from export.trt.plan import (
     draft_plan,
     drafter_capacity,
     drafter_profiles,
+    drafter_reads_in_place,
+    target_model_reads_in_place,
 )
 from export.trt.target import FORMS
 from export.verify.runner import onnx_runner

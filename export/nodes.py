@@ -1,6 +1,9 @@
-"""Parts of a graph that are looked for, and nodes that take their places."""
+"""Parts of a graph that are looked for, and what takes their places."""
+
+from typing import Any
 
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 
 def input_of(node: ir.Node | None, index: int) -> ir.Value | None:
@@ -31,6 +34,13 @@ def number(value: ir.Value | None) -> float | None:
     """The content of a constant of one element."""
     constant = None if value is None else value.const_value
     return float(constant.numpy()) if constant is not None and constant.size == 1 else None
+
+
+def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    """A new constant of a graph."""
+    value = ir.val(name, const_value=ir.tensor(array))
+    graph.register_initializer(value)
+    return value
 
 
 def take_places(graph: ir.Graph, after: ir.Node, node: ir.Node, places: list[ir.Value]) -> None:
