@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from runtime.core import cli
 from runtime.core.errors import UserError
-from runtime.core.prompts import Prompt, read_prompts
+from runtime.core.prompts import Prompt, read_prompts, read_text
 from runtime.profiler.arguments import add_arguments, check_out
 
 Number = TypeVar("Number", int, float)
@@ -84,12 +84,15 @@ def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, lis
     return files
 
 
+def all_prompts(paths: Sequence[Path], limit: int | None) -> list[Prompt]:
+    """The first ``limit`` prompts of every file."""
+    return [prompt for path in paths for prompt in read_prompts(path)[:limit]]
+
+
 def read_json(path: Path, argument: str) -> dict[str, Any]:
     """Read a JSON object. Raises UserError, which names the argument, if the file holds something else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{argument}: {path} cannot be read: {error.strerror}") from error
+        values = json.loads(read_text(argument, path))
     except ValueError as error:
         raise UserError(f"{argument}: {path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

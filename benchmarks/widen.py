@@ -17,7 +17,6 @@ is an additional one of an old key head.
 import argparse
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ SIZES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.widen", __doc__)
     parser.add("--model", type=Path, required=True, help="Hugging Face directory of a Llama")
     parser.add("--drafter", type=Path, help="draft head of the model, which is widened too")
@@ -94,9 +92,9 @@ def widen_model(model: Any, sizes: dict[str, int]) -> Any:
     torch.manual_seed(0)
     # Every weight is random at first; what must be zero or the model's own is set below.
     wide: Any = AutoModelForCausalLM.from_config(new, dtype=torch.float32)
-    hidden, inner, width = old.hidden_size, old.intermediate_size, _head_dim(old)
-    queries = _rows(_query_heads(old, new), width)
-    keys = torch.arange(old.num_key_value_heads * width)
+    hidden, inner = old.hidden_size, old.intermediate_size
+    queries = _query_rows(old, new)
+    keys = torch.arange(old.num_key_value_heads * _head_dim(old))
     scale = (hidden / new.hidden_size) ** 0.5
     _put(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, rest=0)
     if not new.tie_word_embeddings:
@@ -184,17 +182,13 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _query_heads(old: Any, new: Any) -> Tensor:
-    """Where the old query heads are among the new ones: each stays with its key head."""
+def _query_rows(old: Any, new: Any) -> Tensor:
+    """The rows of the old query heads in the new projection: each head stays with its key head."""
     heads = torch.arange(old.num_attention_heads)
     before = old.num_attention_heads // old.num_key_value_heads
     after = new.num_attention_heads // new.num_key_value_heads
-    return heads // before * after + heads % before
-
-
-def _rows(heads: Tensor, width: int) -> Tensor:
-    """The rows of heads in a projection. Example: heads [0, 2] of width 2 -> [0, 1, 4, 5]."""
-    return (heads[:, None] * width + torch.arange(width)).flatten()
+    width = _head_dim(old)
+    return ((heads // before * after + heads % before)[:, None] * width + torch.arange(width)).flatten()
 
 
 def _put(target: Tensor, source: Tensor, rest: float | None = None) -> None:
@@ -221,4 +215,4 @@ def _embed_blocks(target: Tensor, source: Tensor, hidden: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from runtime.core.cli import Parser, exit_status
 from runtime.core.errors import UserError
+from runtime.core.prompts import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 QUESTION = "Q: {question}\nA:"
@@ -33,14 +34,8 @@ def dialogue(question: str, answer: str) -> str:
 def gsm8k_documents(path: Path) -> list[str]:
     """All documents of a GSM8K jsonl file. Raises UserError naming a malformed line."""
     documents = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--gsm8k: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--gsm8k: {path} is not UTF-8: {error}") from error
     # Not splitlines(): questions hold other line separators, such as U+2028.
-    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+    for number, line in enumerate(read_text("--gsm8k", path).rstrip("\n").split("\n"), 1):
         try:
             row = json.loads(line)
             documents.append(dialogue(row["question"], row["answer"]))

@@ -9,7 +9,6 @@ or dark as the reader's system is.
 
 import argparse
 import copy
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -94,7 +93,6 @@ class Recording:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, or 2 for input that cannot be used."""
     parser = Parser("pictures", "demo.pictures", __doc__)
     parser.add_argument("--bundle", type=Path, required=True, help="engine bundle with a parallel draft head")
     parser.add_argument("--prompt", default=QUESTION, help="a user's message")
@@ -341,4 +339,4 @@ def _card(title: str, height: float, parts: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

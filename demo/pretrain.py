@@ -10,7 +10,6 @@ checkpoint is written every few minutes; the same command resumes from it.
 import argparse
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,4 +300,4 @@ def train(run: Run, corpus: Corpus, args: argparse.Namespace, state: Path) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

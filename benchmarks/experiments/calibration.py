@@ -39,11 +39,8 @@ from training.loop.evaluation import fit_calibration
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
 # Parts of the report, and what tables and the diagram call them.
 NAMES = {"before": "as stated", "after": "calibrated", "following": "following the text"}
-
-
 NUM_BINS = 10
 
 
@@ -153,7 +150,6 @@ def reliability_diagram(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.calibration", __doc__)
     parser.add("--bundle", help="engine bundle, with a draft head")
     parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--threads", "--search")

@@ -23,10 +23,8 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.arguments import Parser, names
-from benchmarks.experiments.random_model import save_tokenizer
+from benchmarks.experiments.random_model import random_head, save_tokenizer
 from benchmarks.report import markdown_table, write_report
-from drafters.build import build_drafter
-from drafters.config import DrafterConfig
 from drafters.target_models import MODEL_FAMILIES
 from export.build_engines import build
 from export.errors import ExportError
@@ -111,22 +109,7 @@ def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:
     save_tokenizer(directory / "model")
     if graph in MODEL_FAMILIES:
         return directory / "model", None
-    head = build_drafter(
-        DrafterConfig(
-            vocab_size=SIZES["vocab_size"],
-            hidden_size=SIZES["hidden_size"],
-            intermediate_size=SIZES["intermediate_size"],
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            target_layer_ids=(0, 1),
-            base_num_layers=SIZES["num_hidden_layers"],
-            base_model="model",
-            **{"drafter_type": "ctc", "num_frames": 4, **HEADS[graph]},
-        )
-    )
-    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
-    head.start_from(model.model.norm.weight)
+    head = random_head(model, **{"drafter_type": "ctc", "num_frames": 4, **HEADS[graph]})
     with torch.no_grad():
         for parameter in head.parameters():
             # Many parameters start at zero, where they would have no effect.

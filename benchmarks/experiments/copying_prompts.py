@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.arguments import Parser
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
+from runtime.core.prompts import read_text
 from runtime.profiler.arguments import write_files
 
 TEXT_TASKS = (
@@ -37,7 +38,6 @@ LINES = (8, 40)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used."""
     parser = Parser("benchmarks.experiments.copying_prompts", __doc__)
     parser.add("--documents", type=Path, nargs="+", required=True, help="Markdown and Python files")
     parser.add("--count", type=at_least(1), default=40, help="prompts to write (default 40)")
@@ -49,10 +49,7 @@ def write(args: argparse.Namespace) -> int:
     """Read the documents and write the prompts."""
     texts: list[tuple[str, bool]] = []
     for path in args.documents:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--documents: {path} cannot be read: {error}") from error
+        content = read_text("--documents", path)
         is_code = path.suffix == ".py"
         texts += [(found, is_code) for found in (functions(content) if is_code else passages(content))]
     if len(texts) < args.count:

@@ -16,9 +16,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, all_prompts
 from runtime.core.cli import at_least
-from runtime.core.prompts import read_prompts
 from runtime.decoder import SpeculativeDecoder
 from runtime.profiler.runs import TIE_TOLERANCE
 
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Decode all prompts, compare the outputs and print the counts; 1 when an output differs."""
     decoder = SpeculativeDecoder.from_bundle(args.bundle, method="plain")
-    prompts = [prompt for path in args.prompts for prompt in read_prompts(path)]
+    prompts = all_prompts(args.prompts, None)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     generated_equal, argmax_equal, ties = 0, 0, 0
     for number, prompt in enumerate(tqdm(prompts, unit="prompt")):

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts
 from integrations.transformers.head import SpeculativeHead
 from runtime.core.cli import at_least
 from runtime.decode.budget import FixedBudget
@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 @torch.no_grad()
 def compare(args: argparse.Namespace) -> int:
     """Decode all prompts and print counts, tokens per step and ratios of times; 1 when an output differs."""
-    prompts = [
-        prompt for rows in read_prompt_files(args.prompts, args.max_prompts).values() for prompt in rows
-    ]
+    prompts = all_prompts(args.prompts, args.max_prompts)
     decoder = SpeculativeDecoder.from_bundle(args.bundle, num_threads=args.threads)
     if args.threads:
         torch.set_num_threads(args.threads)

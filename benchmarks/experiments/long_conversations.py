@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, numbers, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts, numbers
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.core.prompts import ASSISTANT, USER
@@ -26,7 +26,6 @@ Message = dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.long_conversations", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
     parser.add(
@@ -40,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def write(args: argparse.Namespace) -> int:
     """Answer the questions and write the conversations."""
-    files = read_prompt_files(args.prompts, None)
-    questions = [prompt.text for prompts in files.values() for prompt in prompts if not prompt.raw]
+    questions = [prompt.text for prompt in all_prompts(args.prompts, None) if not prompt.raw]
     random.Random(0).shuffle(questions)
     if len(questions) <= args.count:
         problem = f"expected more than {args.count} questions (--count), got {len(questions)}"

@@ -7,7 +7,6 @@ model's config.json. Nothing is downloaded or allocated.
 """
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ SETTINGS = [field.name for field in fields(HeadSettings)]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, or 2 for input that cannot be used."""
     parser = Parser("benchmarks.experiments.parameters", __doc__)
     parser.add("--heads", nargs="+", type=Path, required=True, metavar="TOML", help="settings of heads")
     parser.add("--sizes", type=Path, help="config.json of a model (default: the sizes of Vicuna-7B)")
@@ -85,4 +83,4 @@ def head_config(head: HeadConfig, sizes: dict[str, Any]) -> DrafterConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -46,7 +46,6 @@ Operators = dict[str, tuple[int, float]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.pass_rows", __doc__)
     parser.add("--bundles", type=Path, nargs="+", required=True, help="engine bundles of ONNX Runtime")
     text = "rows of a pass, with commas"

@@ -1,4 +1,4 @@
-"""Random models with tokenizers, as directories that the exporter reads."""
+"""Random models with tokenizers, and draft heads of them, as directories that the exporter reads."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafters.base import Drafter
+from drafters.build import build_drafter
+from drafters.config import DrafterConfig
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,3 +33,25 @@ def save_tokenizer(directory: Path, alphabet: list[str] = BYTES, pre_tokenizer: 
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
+def random_head(model: Any, **settings: Any) -> Drafter:
+    """A random draft head of a Llama with two layers, whose features it reads."""
+    config = model.config
+    head = build_drafter(
+        DrafterConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            target_layer_ids=(0, 1),
+            base_num_layers=2,
+            base_model="model",
+            **settings,
+        )
+    )
+    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.start_from(model.model.norm.weight)
+    return head

@@ -29,23 +29,19 @@ from transformers import (
 )
 
 from benchmarks.arguments import Parser
-from benchmarks.experiments.random_model import save_random_model
+from benchmarks.experiments.random_model import random_head, save_random_model
+from benchmarks.experiments.step_equality import decode_together
 from benchmarks.report import markdown_table, write_report
-from drafters.build import build_drafter
-from drafters.config import DrafterConfig
 from export.build_engines import build
 from export.options import Options
 from runtime.core.bundle import DRAFT, PLAIN
 from runtime.core.cli import at_least
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import SequenceState
 from runtime.decoder import SpeculativeDecoder
 
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
 PROMPT = "badcafe"
-# Sizes of the model and of its draft head.
-SIZES: dict[str, Any] = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.7": {"temperature": 0.7},
@@ -109,27 +105,16 @@ def make_bundle(directory: Path) -> LlamaForCausalLM:
         directory / "model",
         list(VOCAB),
         pre_tokenizers.Split("", "isolated"),
-        **SIZES,
+        vocab_size=len(VOCAB),
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
         initializer_range=0.3,
     )
-    config = DrafterConfig(
-        **SIZES,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        target_layer_ids=(0, 1),
-        base_num_layers=2,
-        base_model="model",
-        num_frames=4,
-        num_candidates=4,
-    )
-    head = build_drafter(config)
-    head.attach_base(model.model.embed_tokens.weight, model.lm_head.weight)
-    head.start_from(model.model.norm.weight)
+    head = random_head(model, num_frames=4, num_candidates=4)
     head.save_pretrained(directory / "head")
     options = Options(top_k=4)
     build(directory / "model", directory / "bundle", drafter_dir=directory / "head", options=options)
@@ -156,24 +141,19 @@ def exact(model: LlamaForCausalLM, prompt: Sequence[int], settings: dict[str, An
 def draw(
     decoder: SpeculativeDecoder, prompt: Sequence[int], settings: dict[str, Any], count: int, label: str
 ) -> tuple[NDArray[np.int64], int]:
-    """Draw a continuation for every seed 0, 1, ...; returns them as numbers [count], and the number of steps.
-
-    A step of n sequences counts n times.
-    """
-    batch, budget = decoder.batch, FixedBudget(NUM_NODES)
-    batch.clear()
-    tokens: dict[SequenceState, list[int]] = {}
-    num_steps = 0
-    for seed in tqdm(range(count), desc=label, leave=False):
-        sampling = SamplingParams(**settings, seed=seed)
-        sequence = decoder.new_sequence(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
-        tokens[sequence] = list(batch.enter(sequence).token_ids)
-        while not batch.has_room or (seed == count - 1 and batch.sequences):
-            num_steps += len(batch.sequences)
-            for stepped, chunk in batch.step(budget):
-                tokens[stepped] += chunk.token_ids
+    """Draw a continuation for every seed 0, 1, ...; returns them as numbers [count], and how many steps."""
+    sequences = (
+        decoder.new_sequence(
+            prompt,
+            max_new_tokens=LENGTH,
+            stop_token_ids=(),
+            sampling=SamplingParams(**settings, seed=seed),
+        )
+        for seed in tqdm(range(count), desc=label, leave=False)
+    )
+    tokens, num_steps = decode_together(decoder, sequences, FixedBudget(NUM_NODES))
     places = len(VOCAB) ** np.arange(LENGTH)[::-1]
-    return np.array(list(tokens.values())) @ places, num_steps
+    return np.array(tokens) @ places, num_steps
 
 
 def chi_square_p(found: NDArray[np.int64], expected: NDArray[np.float64]) -> float:

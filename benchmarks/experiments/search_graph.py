@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, all_prompts
 from benchmarks.report import markdown_table, write_report
 from drafters.lattice import LatticeTensors
 from drafters.tree_search import search
@@ -25,7 +25,6 @@ from runtime.core.cli import at_least
 from runtime.core.lattice import NO_TRANSITION, Lattice, Transition
 from runtime.core.options import DEFAULT_NUM_NODES
 from runtime.core.prefix_search import prefix_search
-from runtime.core.prompts import read_prompts
 from runtime.core.token_tree import TokenTree
 from runtime.decoder import SpeculativeDecoder
 
@@ -38,7 +37,6 @@ HEADER = ("lattices", "number", "nodes", "mean share of the drafts'", "least", "
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.search_graph", __doc__)
     parser.add("--bundle", "--prompts", "--out")
     parser.add("--random", type=at_least(0), default=10_000, help="number of random lattices")
@@ -49,9 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Print and write the shares of the exact search's expected tokens."""
     bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
-    random = np.random.default_rng(0)
     kinds = {
-        "random": (random_lattice(random) for _ in range(args.random)),
+        "random": random_lattices(args.random),
         "real": real_lattices(args, args.real),
     }
     torch.set_num_threads(1)
@@ -134,6 +131,12 @@ def tensors_of(lattice: Lattice) -> LatticeTensors:
     )
 
 
+def random_lattices(count: int) -> Iterator[Lattice]:
+    """The same lattices in every run."""
+    random = np.random.default_rng(0)
+    return (random_lattice(random) for _ in range(count))
+
+
 def random_lattice(random: np.random.Generator) -> Lattice:
     """A lattice with frames of random sharpness, and labels that recur, so that paths share prefixes."""
     tokens = np.stack([random.permutation(VOCABULARY)[:LABELS] for _ in range(FRAMES)])
@@ -173,7 +176,7 @@ def real_lattices(args: argparse.Namespace, count: int) -> Iterator[Lattice]:
         args.bundle, step="host", search=record, num_nodes=DEFAULT_NUM_NODES
     )
     seen.clear()
-    for prompt in (prompt for path in args.prompts for prompt in read_prompts(path)):
+    for prompt in all_prompts(args.prompts, None):
         ids = decoder.prompt_tokenizer.encode_prompt(prompt)
         for _ in decoder.stream(ids, max_new_tokens=128):
             pass

@@ -11,15 +11,16 @@ of compiled engines cannot be run on the host; ``--reference`` names one of the 
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, numbers
+from benchmarks.arguments import Parser, all_prompts, numbers
 from benchmarks.gpu.job import contexts
 from runtime.core.cli import at_least
-from runtime.core.prompts import read_prompts
+from runtime.decode.budget import NodeBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceState
 from runtime.decoder import GRAPH_STEP, HOST_STEP, SpeculativeDecoder
@@ -45,20 +46,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Decode all prompts twice and print how many outputs are equal; 1 when one is not."""
-    prompts = [prompt for path in args.prompts for prompt in read_prompts(path)[: args.max_prompts]]
+    prompts = all_prompts(args.prompts, args.max_prompts)
     reference = args.reference or args.bundle
     host = SpeculativeDecoder.from_bundle(reference, step=HOST_STEP, num_nodes=args.num_nodes)
     ids = [host.prompt_tokenizer.encode_prompt(prompt) for prompt in prompts]
     if args.contexts:
         ids = [each for length in args.contexts for each in contexts(ids, length, len(ids))]
-    stop = () if args.contexts else None
     samplings = [
         SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, seed=seed)
         if args.sampled
         else GREEDY
         for seed in range(len(ids))
     ]
-    expected = _decode(host, ids, samplings, args.max_new_tokens, stop)
+
+    def decoded(decoder: SpeculativeDecoder) -> list[list[int]]:
+        options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+        options |= {"stop_token_ids": ()} if args.contexts else {}
+        requests = tqdm(list(zip(ids, samplings, strict=True)), unit="prompt")
+        sequences = (decoder.new_sequence(each, sampling=sampling, **options) for each, sampling in requests)
+        return decode_together(decoder, sequences, decoder.new_budget())[0]
+
+    expected = decoded(host)
     device = SpeculativeDecoder.from_bundle(
         args.bundle,
         step=GRAPH_STEP,
@@ -67,43 +75,31 @@ def compare(args: argparse.Namespace) -> int:
         max_num_seqs=args.batch,
         max_length=max(map(len, ids)) + args.max_new_tokens,
     )
-    found = _decode(device, ids, samplings, args.max_new_tokens, stop)
+    found = decoded(device)
     equal = sum(a == b for a, b in zip(found, expected, strict=True))
     result = {"prompts": len(ids), "equal": equal, "batch": args.batch, "sampled": args.sampled}
     print(json.dumps(result))
     return 0 if equal == len(ids) else 1
 
 
-def _decode(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingParams],
-    max_new_tokens: int,
-    stop: tuple[int, ...] | None,
-) -> list[list[int]]:
-    """The tokens of every prompt's output. stop: tokens that end it; None for the model's"""
-    batch, budget = decoder.batch, decoder.new_budget()
-    outputs: list[list[int]] = []
-    of_sequence: dict[SequenceState, list[int]] = {}
-    requests = iter(tqdm(list(zip(prompts, samplings, strict=True)), unit="prompt"))
+def decode_together(
+    decoder: SpeculativeDecoder, sequences: Iterable[SequenceState], budget: NodeBudget
+) -> tuple[list[list[int]], int]:
+    """The tokens of every sequence and the number of steps; a step of n sequences counts n times."""
+    batch = decoder.batch
     batch.clear()
-    waiting = True
-    while waiting or batch.sequences:
-        while waiting and batch.has_room:
-            request = next(requests, None)
-            if request is None:
-                waiting = False
-                break
-            ids, sampling = request
-            sequence = decoder.new_sequence(
-                ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_token_ids=stop
-            )
-            outputs.append(batch.enter(sequence).token_ids)
-            of_sequence[sequence] = outputs[-1]
-        if batch.sequences:
-            for sequence, chunk in batch.step(budget):
-                of_sequence[sequence] += chunk.token_ids
-    return outputs
+    tokens: dict[SequenceState, list[int]] = {}
+    num_steps = 0
+    waiting = iter(sequences)
+    following = next(waiting, None)
+    while following is not None or batch.sequences:
+        while following is not None and batch.has_room:
+            tokens[following] = list(batch.enter(following).token_ids)
+            following = next(waiting, None)
+        num_steps += len(batch.sequences)
+        for stepped, chunk in batch.step(budget) if batch.sequences else ():
+            tokens[stepped] += chunk.token_ids
+    return list(tokens.values()), num_steps
 
 
 if __name__ == "__main__":

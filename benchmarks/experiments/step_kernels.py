@@ -26,17 +26,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
-from benchmarks.experiments.search_graph import (
-    ROOT,
-    random_lattice,
-    real_lattices,
-    share,
-    tensors_of,
-)
+from benchmarks.experiments.search_graph import ROOT, random_lattices, real_lattices, share, tensors_of
 from benchmarks.report import markdown_table, write_report
 from export.step.contracts import search_contract
 from export.step.joined_graphs import SearchGraphs
-from export.step.modules import SearchGraph
 from export.verify.comparison import Tensors, tree_problem
 from export.verify.host_kernels import HostKernels, run_on_host
 from export.verify.runner import CAPACITY, Execute
@@ -145,9 +138,7 @@ def _cell(value: object) -> str:
     return f"{value:.5f}" if isinstance(value, float) else str(value)
 
 
-def compare_graphs(
-    bundle: Bundle, kernels: HostKernels, passes: int, *, threads: int = THREADS
-) -> dict[str, Counts]:
+def compare_graphs(bundle: Bundle, kernels: HostKernels, passes: int) -> dict[str, Counts]:
     """The counts of every graph of a bundle that kernels replace.
 
     bundle: of the target onnxruntime, whose graphs take caches of any capacity
@@ -155,7 +146,7 @@ def compare_graphs(
     """
     result = {}
     for name, contract in bundle.manifest.graphs.items():
-        of_graph = graph_kernels(name, contract, bundle.manifest.drafter, threads=threads)
+        of_graph = graph_kernels(name, contract, bundle.manifest.drafter, threads=THREADS)
         if of_graph is None:
             continue
         reference = onnx_execute(bundle.path / f"{name}.onnx")
@@ -206,18 +197,6 @@ def onnx_execute(path: Path) -> Execute:
     return execute
 
 
-def in_torch(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execute:
-    """A search as torch computes it, which needs no tracing."""
-    module = SearchGraph(num_nodes, merges_repeats=merges_repeats)
-
-    @torch.no_grad()
-    def execute(inputs: Tensors) -> Tensors:
-        outputs = module({name: torch.from_numpy(values) for name, values in inputs.items()}, [])
-        return {t.name: value.numpy() for t, value in zip(contract.outputs, outputs, strict=True)}
-
-    return execute
-
-
 def exported(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execute:
     """A search as it is exported, in ONNX Runtime."""
     graphs = _search_graphs(contract.inputs, merges_repeats)
@@ -233,19 +212,12 @@ def _search_graphs(inputs: tuple[TensorSpec, ...], merges_repeats: bool) -> Sear
     return SearchGraphs(search_contract(inputs[:-3], 1), merges_repeats=merges_repeats)
 
 
-def random_lattices(count: int) -> Iterator[Lattice]:
-    """The same lattices in every run."""
-    random = np.random.default_rng(0)
-    return (random_lattice(random) for _ in range(count))
-
-
 def compare_searches(
     lattices: Iterable[Lattice],
     kernels: HostKernels,
     reference: Reference,
     sizes: tuple[int, ...],
     *,
-    threads: int = THREADS,
     with_shares: bool = False,
 ) -> dict[int, Counts]:
     """The counts by size of tree, with lattices of one kind in batches of 1 to 16.
@@ -260,7 +232,7 @@ def compare_searches(
         merges = batch[0].merges_repeats
         key = search_contract(_drafts(batch[0]), size), size, merges
         if key not in passes:
-            of_graph = graph_kernels(f"search_{size}", key[0], _spec(merges), threads=threads)
+            of_graph = graph_kernels(f"search_{size}", key[0], _spec(merges), threads=THREADS)
             assert of_graph
             passes[key] = of_graph, reference(*key)
         of_graph, execute = passes[key]

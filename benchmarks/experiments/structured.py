@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts
 from benchmarks.report import markdown_table, print_result, write_report
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.cli import at_least
@@ -35,7 +35,6 @@ Schema = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.structured", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
     parser.add("--schemas", type=at_least(1), default=200, help="their number (default 200)")
@@ -49,8 +48,7 @@ def measure(args: argparse.Namespace) -> int:
     import jsonschema  # only for checks like this one
 
     random_numbers = random.Random(0)
-    files = read_prompt_files(args.prompts, None)
-    prompts = [prompt for each in files.values() for prompt in each]
+    prompts = all_prompts(args.prompts, None)
     drafting = SpeculativeDecoder.from_bundle(args.bundle, num_threads=args.threads)
     plain = SpeculativeDecoder.from_bundle(args.bundle, method=PLAIN, num_threads=args.threads)
     rows = []

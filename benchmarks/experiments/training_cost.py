@@ -42,7 +42,6 @@ PROMPT_LENGTH = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.training_cost", __doc__)
     parser.add("--shapes", type=names(SHAPES), default=",".join(SHAPES), help="a comma list")
     parser.add("--num-prompts", type=at_least(2), default=32, help="random prompts of 64 tokens")

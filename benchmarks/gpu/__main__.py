@@ -22,25 +22,26 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser, names, numbers
-from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
+from benchmarks.gpu import checks, peers, quick, step_times
 from benchmarks.gpu.decoders import Decoders, Limits, check_device, most_context
+from benchmarks.gpu.engine_gate import check_reference
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
-from benchmarks.gpu.parts import Part, is_bad, run_part
-from benchmarks.gpu.report import as_markdown, as_page
+from benchmarks.gpu.report import Part, as_markdown, as_page, is_bad, run_part
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least, positive
 from runtime.core.errors import UserError
+from runtime.engines.ort_wheel import check_installed
 
 # In the order of the report. Verifications come first, in case the time is short.
 PARTS: dict[str, Callable[[Job], Part]] = {
-    "gate": gate.measure,
-    "lossless": lossless.measure,
-    "bandwidth": throughput.bandwidth,
+    "gate": checks.gate,
+    "lossless": checks.lossless,
+    "bandwidth": step_times.bandwidth,
     "tree_sizes": step_times.tree_sizes,
     "stages": step_times.stages,
     "host_gap": step_times.host_gap,
-    "batches": throughput.batches,
+    "batches": step_times.batches,
     "peers": peers.measure,
 }
 CHECKS = ("gate", "lossless")
@@ -81,7 +82,8 @@ def measure(args: argparse.Namespace) -> int:
         raise UserError(f"--bundle: {args.bundle} has no graphs of steps; export it with --step-nodes")
     device = check_device(bundle, args.device)
     if args.reference is not None and "gate" in args.parts:
-        gate.load_reference(args.reference, bundle)
+        check_installed()
+        check_reference(bundle, Bundle.load(args.reference))
     prompts = encoded_prompts(bundle, args.prompts, args.max_prompts)
     longest = max(map(len, prompts)) + args.max_new_tokens
     most = most_context(bundle)
@@ -115,9 +117,7 @@ def measure(args: argparse.Namespace) -> int:
     parts: dict[str, Part] = {}
     try:
         for name in tqdm(args.parts, desc="gpu", unit="part"):
-            # Verifications are never left out for lack of time.
-            part = partial(PARTS[name] if name in CHECKS else _begun_in_time(PARTS[name]), job)
-            parts[name] = run_part(part, after_error=decoders.close)
+            parts[name] = run_part(partial(_measure_part, name, job), after_error=decoders.close)
             write(args, job, parts)
     finally:
         decoders.close()
@@ -146,12 +146,11 @@ def write(args: argparse.Namespace, job: Job, parts: dict[str, Part]) -> None:
     write_report(args, "gpu.json", report, bundle=job.bundle, texts=texts)
 
 
-def _begun_in_time(part: Callable[[Job], Part]) -> Callable[[Job], Part]:
-    def measured(job: Job) -> Part:
+def _measure_part(name: str, job: Job) -> Part:
+    # Verifications are never left out for lack of time.
+    if name not in CHECKS:
         job.check_time()
-        return part(job)
-
-    return measured
+    return PARTS[name](job)
 
 
 def _title(job: Job) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.gpu.parts import Skip
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decode.budget import FixedBudget
@@ -16,6 +15,10 @@ from runtime.device.step import GraphStep
 from runtime.engines.ort_wheel import check_installed
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
 from runtime.load.device import open_device
+
+
+class Skip(Exception):
+    """Raised where a part of the report, or a row of one, has nothing to measure; the message says why."""
 
 
 class Decoders:
@@ -50,9 +53,6 @@ class Decoders:
                 self.close()
                 self._open[method] = self._load(method)
         return self._open[method]
-
-    def runner(self, method: str) -> GraphStep:
-        return runner_of(self.get(method))
 
     def close(self) -> None:
         """Free the memory of all decoders; they are loaded anew when they are asked for again."""

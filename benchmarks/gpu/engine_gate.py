@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from benchmarks.gpu.decoders import most_context
 from export.verify.comparison import TOLERANCES, compare
 from export.verify.runner import DevicePasses, decoded, encoded
 from runtime.core.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
@@ -222,7 +223,7 @@ def check_engines(
 def _max_lengths(bundle: Bundle, reference: Bundle) -> Iterator[int]:
     """Tokens that the caches have room for: as many as the texts get and, where that can be, many more."""
     ours, theirs = bundle.manifest, reference.manifest
-    most = ours.engine_plan.max_context if ours.engine_plan else ours.model.max_position_embeddings
+    most = most_context(bundle)
     # New tokens of all steps, so that no sequence ends before the last of them.
     frames = theirs.drafter.num_frames if theirs.drafter else 0
     yield min(most, PROMPT_TOKENS + (1 + frames) * STEPS * len(_sizes(bundle, reference)) + 1)

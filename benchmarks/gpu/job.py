@@ -7,9 +7,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import read_prompt_files
-from benchmarks.gpu.decoders import Decoders, Limits
-from benchmarks.gpu.parts import Skip
+from benchmarks.arguments import all_prompts
+from benchmarks.gpu.decoders import Decoders, Limits, Skip
 from runtime.core.bundle import DRAFT, PLAIN, Bundle
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt
@@ -92,9 +91,7 @@ def _ask(cudart: Any, function: str, *arguments: Any) -> Any:
 
 def encoded_prompts(bundle: Bundle, paths: Sequence[Path], limit: int | None) -> list[list[int]]:
     """The token ids of the files' prompts, or of ``DEFAULT_PROMPTS``; the first ``limit`` of every file."""
-    files = read_prompt_files(paths, limit) if paths else {}
-    found = [prompt for prompts in files.values() for prompt in prompts]
-    found = found or [Prompt(text, raw=False) for text in DEFAULT_PROMPTS[:limit]]
+    found = all_prompts(paths, limit) or [Prompt(text) for text in DEFAULT_PROMPTS[:limit]]
     tokenizer = PromptTokenizer(bundle)
     encoded = [tokenizer.encode_prompt(prompt) for prompt in found]
     if not all(encoded):

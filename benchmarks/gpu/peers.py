@@ -11,8 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.gpu.decoders import Skip
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.parts import Part, Skip, cell
+from benchmarks.gpu.report import Part, cell
 
 # Tokens a second, or None; and how it was measured, or why it was not.
 Found = tuple[float | None, str]
@@ -23,7 +24,6 @@ NO_MODEL = "--peer-model was not given"
 
 def measure(job: Job) -> Part:
     """Plain greedy decoding of the first prompt, one text at a time; the first token is left out."""
-    job.check_time()
     # They need the memory.
     job.decoders.close()
     rows: list[list[str]] = [["program", "tokens/s", "note"]]

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import Parser, names
-from benchmarks.gpu.parts import ERROR, MEASURED, SKIPPED, Skip
+from benchmarks.gpu.decoders import Skip
+from benchmarks.gpu.report import ERROR, MEASURED, SKIPPED
 from runtime.core.cli import at_least, positive
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
 from runtime.device.device import CPU
@@ -257,7 +258,7 @@ def shapes(args: argparse.Namespace, results: Results) -> None:
     """Every pass of a step in the shape of a large model, captured where the device captures."""
     from benchmarks.gpu.shapes import measure
 
-    measure(args, results)
+    measure(args, results.write)
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Results], None]] = {

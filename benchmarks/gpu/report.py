@@ -1,17 +1,23 @@
-"""The report as Markdown and as one HTML page."""
+"""The parts of the report: each is measured on its own, and all are written as Markdown and one HTML page."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
+from benchmarks.gpu.decoders import Skip
 from benchmarks.gpu.job import DeviceFacts
-from benchmarks.gpu.parts import ERROR, FAILED, PASSED, UNCHECKED, Part
 from benchmarks.report import markdown_table
 from runtime.core.bundle import Bundle
 from runtime.profiler.environment import describe_bundle, machine, versions
+from runtime.profiler.report import Table
 from runtime.profiler.report_html import card, html_table, page, tile
 
+# Statuses of a part. Only verifications pass or fail. ``error``: the part could not be finished.
+# ``not checked``: a verification had nothing to compare with.
+PASSED, FAILED, UNCHECKED = "passed", "failed", "not checked"
+MEASURED, SKIPPED, ERROR = "measured", "skipped", "error"
 TITLES = {
     "gate": "Gate: does the device compute what the reference computes",
     "lossless": "Lossless: speculative and plain steps write the same",
@@ -24,6 +30,56 @@ TITLES = {
 }
 STYLES = {PASSED: "good", FAILED: "bad", UNCHECKED: "bad", ERROR: "bad"}
 ON_A_CPU = "The CPU was measured ({cpu}), and no GPU: the numbers say that everything works, and no more."
+
+
+@dataclass
+class Part:
+    """The results of a part.
+
+    tables: by caption, each with its header as the first row
+    charts: SVG texts
+    data: the numbers behind the tables, for ``gpu.json``
+    """
+
+    status: str = MEASURED
+    reason: str = ""
+    seconds: float = 0.0
+    tables: dict[str, Table] = field(default_factory=dict)
+    charts: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"status": self.status, "reason": self.reason, "seconds": self.seconds, **self.data}
+
+
+def run_part(measure: Callable[[], Part], *, after_error: Callable[[], None]) -> Part:
+    """Call ``measure``. If it raises, return a part that says why.
+
+    after_error: clears away what may be broken, so that the next part begins anew
+    """
+    began = time.perf_counter()
+    try:
+        part = measure()
+    except Skip as skip:
+        part = Part(SKIPPED, str(skip))
+    except Exception as error:
+        # The other parts are still useful.
+        part = Part(ERROR, f"{type(error).__name__}: {error}")
+        after_error()
+    part.seconds = time.perf_counter() - began
+    return part
+
+
+def is_bad(parts: Mapping[str, Part], checks: Sequence[str]) -> bool:
+    """Whether a check among these failed, had nothing to compare with, or could not be finished."""
+    return any(parts[name].status in (FAILED, UNCHECKED, ERROR) for name in checks if name in parts)
+
+
+def cell(value: float | str | None, digits: int = 3) -> str:
+    """A number for a table; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def as_markdown(title: str, facts: DeviceFacts, parts: Mapping[str, Part]) -> str:

@@ -9,14 +9,14 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.decoders import Skip
 from benchmarks.gpu.job import device_facts
-from benchmarks.gpu.parts import Skip
 from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import DeviceMemoryError, UserError
 from runtime.device.device import DeviceArray, DeviceEngine, MakeEngine, write_array
@@ -177,12 +177,8 @@ ROOM = 128
 CACHE_SHARE = 0.8
 
 
-class Writer(Protocol):
-    def write(self, **values: Any) -> None: ...
-
-
-def measure(args: argparse.Namespace, results: Writer) -> None:
-    """Time all passes by batch, context and nodes; what has been found is written after every row."""
+def measure(args: argparse.Namespace, write: Callable[..., None]) -> None:
+    """Time all passes by batch, context and nodes; ``write`` gets what has been found after every row."""
     bundle = Bundle.load(args.bundle, verify=False)
     spec = bundle.manifest.drafter
     if spec is None or len(bundle.manifest.step_nodes) < 2:
@@ -193,7 +189,7 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
             raise UserError(f"--bundle: expected one of the target torch, got {bundle.manifest.target}")
         shape = replace(SMALL, dtype="float32") if args.small else LARGE
         facts = device_facts(args.device, None)
-        results.write(shape=vars(shape), device=vars(facts), weight_bytes=shape.weight_bytes)
+        write(shape=vars(shape), device=vars(facts), weight_bytes=shape.weight_bytes)
         passes = _Passes(device, shape, bundle, make)
         contexts, batches = (SMALL_CONTEXTS, SMALL_BATCHES) if args.small else (CONTEXTS, BATCHES)
         passes.reserve([batch * (context + ROOM) for batch in batches for context in contexts])
@@ -205,7 +201,7 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
                         raise Skip(f"the time was over after {len(rows)} rows")
                     rows.append({"batch": batch, "context": context, "nodes": nodes})
                     rows[-1] |= _row(passes, batch, context, nodes, facts.bandwidth)
-                    results.write(rows=rows)
+                    write(rows=rows)
     finally:
         device.close()
 

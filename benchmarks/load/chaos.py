@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tritonclient import grpc
 
 from benchmarks.arguments import Parser
-from benchmarks.load.interfaces import PATIENCE, Load, model_process, wait_for_readiness
+from benchmarks.load.clients import PATIENCE, Load, model_process, wait_for_readiness
 from benchmarks.report import markdown_table, write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least

@@ -86,12 +86,17 @@ WILD_VALUES: dict[str, list[Any]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    parser = Parser("benchmarks.load.fuzz", __doc__)
+    return make_parser("fuzz", __doc__, requests=2000).run(measure, argv)
+
+
+def make_parser(name: str, doc: str | None, *, requests: int) -> Parser:
+    """The arguments of a module that sends random requests. requests: their number by default"""
+    parser = Parser(f"benchmarks.load.{name}", doc)
     parser.add("--bundle", "--threads")
-    parser.add("--requests", type=at_least(1), default=2000, help="how many")
+    parser.add("--requests", type=at_least(1), default=requests, help="how many")
     parser.add("--seed", type=int, default=0, help="other seeds make other requests")
-    parser.add("--out", help="directory of fuzz.json")
-    return parser.run(measure, argv)
+    parser.add("--out", help=f"directory of {name}.json")
+    return parser
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -17,11 +17,9 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.arguments import Parser
 from benchmarks.load.clients import running_server
-from benchmarks.load.fuzz import PATIENCE, STREAMS, ask_all, report
+from benchmarks.load.fuzz import PATIENCE, STREAMS, ask_all, make_parser, report
 from runtime.core.bundle import Bundle
-from runtime.core.cli import at_least
 from triton_repo.openai.app import CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH
 from triton_repo.triton.tensors import MODEL
 
@@ -106,12 +104,7 @@ OTHER_PATHS = ("/v1/models/absent", "/v1/embeddings", "/v1/%2e%2e/etc", "/v1", C
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    parser = Parser("benchmarks.load.fuzz_openai", __doc__)
-    parser.add("--bundle", "--threads")
-    parser.add("--requests", type=at_least(1), default=1000, help="how many")
-    parser.add("--seed", type=int, default=0, help="other seeds make other requests")
-    parser.add("--out", help="directory of fuzz_openai.json")
-    return parser.run(measure, argv)
+    return make_parser("fuzz_openai", __doc__, requests=1000).run(measure, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -210,10 +203,9 @@ def make_request(chance: random.Random) -> tuple[str, str, bytes]:
         body["model"] = chance.choice(["absent", *WILD_VALUES])
     content = json.dumps(body).encode()
     if chance.random() < SPOILT:
-        spoil = chance.choice(
+        content = chance.choice(
             [b"", b"[" * 100_000, b"\xff" * 9, b'"x"', b"[1]", content[:-5], content + b"}"]
         )
-        content = spoil
     method = "POST"
     if chance.random() < ASTRAY:
         method, path = chance.choice(["GET", "PUT", "POST"]), chance.choice([path, *OTHER_PATHS])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, numbers, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts, numbers
 from benchmarks.load.clients import Served, converse, running_server, send
 from benchmarks.report import draw, looks, markdown_table, require_matplotlib, write_report
 from runtime.core.bundle import Bundle
@@ -86,8 +86,7 @@ def _with_refusals_named(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> int:
     """Send every load to both models, write and print the report; 1 when a text differs."""
     require_matplotlib()
-    files = read_prompt_files(args.prompts, args.max_prompts)
-    prompts = [prompt for rows in files.values() for prompt in rows]
+    prompts = all_prompts(args.prompts, args.max_prompts)
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
     if bundle.manifest.drafter is None:
         raise UserError(f"--bundle: {args.bundle} has no draft head")

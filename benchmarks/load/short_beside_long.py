@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts
 from benchmarks.report import markdown_table, write_report
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
@@ -29,7 +29,6 @@ START_SECONDS, MAX_PAUSE_SECONDS = 0.3, 0.2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.load.short_beside_long", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
     parser.add("--long-tokens", type=at_least(1), default=6000, help="of the long prompt (default 6000)")
@@ -41,11 +40,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Time the requests, write the report and print the table."""
-    files = read_prompt_files(args.prompts, None)
+    prompts = all_prompts(args.prompts, None)
     decoder = SpeculativeDecoder.from_bundle(args.bundle, max_num_seqs=4, num_threads=args.threads)
     if args.long_tokens >= decoder.max_length:
         raise UserError(f"--long-tokens: must be less than {decoder.max_length}, got {args.long_tokens}")
-    short = [decoder.prompt_tokenizer.encode(each.text) for rows in files.values() for each in rows]
+    short = [decoder.prompt_tokenizer.encode(prompt.text) for prompt in prompts]
     words = sorted({int(token) for prompt in short for token in prompt})
     alone: list[float] = []
     beside: list[float] = []
@@ -73,16 +72,13 @@ def measure(args: argparse.Namespace) -> int:
             f"--long-tokens: must be more, {args.long_tokens} are read before a short request comes"
         )
     result = {"alone_s": alone, "beside_s": beside, "long_prompt_s": reading}
-    medians = [1e3 * statistics.median(times) for times in (alone, beside)]
-    worst = [1e3 * max(times) for times in (alone, beside)]
     rows = [
-        [name, f"{median:.0f}", f"{most:.0f}"]
-        for name, median, most in zip(("alone", "beside"), medians, worst, strict=True)
+        [name, f"{1e3 * statistics.median(times):.0f}", f"{1e3 * max(times):.0f}"]
+        for name, times in (("alone", alone), ("beside", beside))
     ]
     print(markdown_table(["short requests", "median, ms", "longest, ms"], rows))
-    print(
-        f"ratio of medians {medians[1] / medians[0]:.2f}; long prompt in {statistics.median(reading):.1f} s"
-    )
+    ratio = statistics.median(beside) / statistics.median(alone)
+    print(f"ratio of medians {ratio:.2f}; long prompt in {statistics.median(reading):.1f} s")
     write_report(args, "short_beside_long.json", result)
     return 0
 

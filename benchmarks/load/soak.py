@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, all_prompts
 from benchmarks.load.clients import running_server, served_together, text_of
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
@@ -66,9 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Decode the expected texts, load a server, write and print the report; 1 if something is wrong."""
-    files = read_prompt_files(args.prompts, NUM_QUESTIONS)
     bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
-    questions = make_questions(args, [prompt for rows in files.values() for prompt in rows])
+    questions = make_questions(args, all_prompts(args.prompts, NUM_QUESTIONS))
     with running_server(args.bundle, args.threads, "--max-num-seqs", str(args.streams)) as server:
         counts, memory, slots_are_free = asyncio.run(load(server, questions, args.streams, 60 * args.minutes))
     status = server.process.returncode

@@ -27,7 +27,6 @@ input cannot be used, with 130 for Ctrl-C.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from benchmarks.arguments import Parser, read_prompt_files
@@ -81,4 +80,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -42,6 +42,8 @@ from runtime.profiler.measure import (
 )
 from runtime.profiler.runs import PLAIN, TIE_TOLERANCE, Run, is_tie
 
+# Arguments that must be equal for two runs to go into one table.
+SETTINGS_KEYS = ("drafter_precision", "min_level_probability", "kept_nodes", "nodes", "max_new_tokens")
 # Fields of ``Head`` that go into the report, beside its files' digests.
 HEAD_KEYS = ("drafter_type", "search", "seed", "params")
 
@@ -170,11 +172,7 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
     return {
         "model": dict(model),
         "heads": {head.label: {"search": head.search, **head.digests} for head in heads},
-        "drafter_precision": args.drafter_precision,
-        "min_level_probability": args.min_level_probability,
-        "kept_nodes": args.kept_nodes,
-        "nodes": args.nodes,
-        "max_new_tokens": args.max_new_tokens,
+        **{key: getattr(args, key) for key in SETTINGS_KEYS},
         "threads": here["threads"],
         "cpu": here["cpu"],
         "versions": versions(),

@@ -147,14 +147,14 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 def _add_tokenizer(writer: Any, model_dir: Path, config: Mapping[str, Any]) -> None:
     """Add tokens, merges, special tokens and the chat template."""
-    from gguf import TokenType
+    from gguf import SpecialVocab, TokenType
 
     described = read_json(model_dir / "tokenizer.json", "--model")
     model = described["model"]
     if model["type"] != "BPE":
         raise UnsupportedModelError(f"the tokenizer must be of type BPE, got {model['type']}")
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    if not merges:
+    special = SpecialVocab(model_dir, load_merges=True, n_vocab=config["vocab_size"])
+    if not special.merges:
         raise UnsupportedModelError("the tokenizer has no merges, which llama.cpp wants to have")
     # The model may have more rows than the tokenizer has tokens.
     tokens = [f"[PAD{index}]" for index in range(config["vocab_size"])]
@@ -175,27 +175,11 @@ def _add_tokenizer(writer: Any, model_dir: Path, config: Mapping[str, Any]) -> N
         writer.add_tokenizer_pre("smollm" if _splits_digits(described) else "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    for name in ("bos", "eos", "pad", "unk"):
-        index = config.get(f"{name}_token_id")
-        index = index[0] if isinstance(index, list) and index else index
-        if isinstance(index, int):
-            getattr(writer, f"add_{name}_token_id")(index)
-    writer.add_add_bos_token(False)
-    template = _chat_template(model_dir)
-    if template is not None:
-        writer.add_chat_template(template)
+    # The comparison gives token ids, to which nothing may be added.
+    special.add_special_token = {"bos": False}
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _splits_digits(described: Mapping[str, Any]) -> bool:
     """Whether the tokenizer takes digits one by one, as SmolLM's does."""
     return '"individual_digits": true' in json.dumps(described.get("pre_tokenizer"))
-
-
-def _chat_template(model_dir: Path) -> str | None:
-    file = model_dir / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    settings = model_dir / "tokenizer_config.json"
-    found = read_json(settings, "--model").get("chat_template") if settings.is_file() else None
-    return found if isinstance(found, str) else None

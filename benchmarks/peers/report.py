@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers.engine import METHODS, PRECISIONS
+from benchmarks.peers.engines import METHODS, PRECISIONS
 from benchmarks.report import COLOURS, draw, markdown_table
 
 if TYPE_CHECKING:

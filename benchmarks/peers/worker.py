@@ -2,21 +2,22 @@
 
 The comparison writes a JSON object a line to the worker's stdin and reads one a line from its stdout:
 
+    {"convert": {...}}                                  -> {}
     {"open": {...}}                                     -> {"version": ..., "resident_mb": ...}
     {"decode": {"prompt_ids": [...], "max_new_tokens": N}}
         -> {"token_ids": [...], "first": F, "prompt_ms": ..., "decode_ms": ..., "resident_mb": ...}
 
-``open`` holds the fields of ``benchmarks.peers.engine.Opening``. The first F tokens came together when the
-prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when
-they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A
-worker also ends with its stdin. Libraries that print to stdout print to stderr instead.
+``convert`` holds the arguments of ``_convert``, ``open`` the fields of ``Opening``. The first F tokens came
+together when the prompt had been read: one, or several where drafts were verified with the prompt.
+``decode_ms`` begins when they came and ends with the last token. What fails is answered with {"error": ...},
+and the worker ends. A worker also ends with its stdin. Libraries that print to stdout print to stderr
+instead.
 
 ``Worker`` is the comparison's side: it starts the process, asks and reads the answers.
 """
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.peers.engine import ENGINES, Decode, Opening
+from benchmarks.peers.engines import ENGINES, Decode, Engine, Opening
 from runtime.core.errors import UserError
 
 COMMAND = (sys.executable, "-m", "benchmarks.peers.worker")
@@ -38,22 +39,26 @@ class WorkerError(UserError):
 
 
 class Worker:
-    """A process with an open model. ``close`` ends it."""
+    """A process that converts a model, or opens one and decodes. ``close`` ends it."""
 
-    def __init__(self, opening: Opening, log: Path, command: Sequence[str] = COMMAND):
-        """log: file of what the engine prints. Raises WorkerError if the model cannot be opened."""
-        self.opening = opening
+    def __init__(self, log: Path, command: Sequence[str] = COMMAND):
+        """log: file of what the engine prints"""
+        self.version = ""
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True
             )
-        try:
-            self.version = str(self._ask({"open": dataclasses.asdict(opening)})["version"])
-        except BaseException:
-            self.close()
-            raise
+
+    def convert(self, engine: Engine, model: Path, out: Path, precision: str, flags: Sequence[str]) -> None:
+        """Write an engine's files into the empty directory ``out``. Raises WorkerError."""
+        names = {"engine": engine.name, "model": str(model), "out": str(out), "form": engine.forms[precision]}
+        self._ask({"convert": {**names, "flags": list(flags)}})
+
+    def open(self, opening: Opening) -> None:
+        """Open a model. Raises WorkerError."""
+        self.version = str(self._ask({"open": dataclasses.asdict(opening)})["version"])
 
     def decode(self, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         """Decode one prompt and return the worker's answer. Raises WorkerError."""
@@ -138,11 +143,14 @@ def serve(requests: TextIO, answers: TextIO) -> int:
     for line in requests:
         try:
             request = json.loads(line)
-            if "open" in request:
+            answer: Mapping[str, Any] = {}
+            if "convert" in request:
+                _convert(**request["convert"])
+            elif "open" in request:
                 opening = Opening(**request["open"])
                 engine = ENGINES[opening.engine]
-                decode = importlib.import_module(engine.module).open_model(opening)
-                answer: Mapping[str, Any] = {"version": engine.version(), "resident_mb": resident_mb()}
+                decode = engine.open_model(opening)
+                answer = {"version": engine.version(), "resident_mb": resident_mb()}
             elif decode is None:
                 raise ValueError("no model is open")
             else:
@@ -151,10 +159,15 @@ def serve(requests: TextIO, answers: TextIO) -> int:
                 answer = clock.answer()
         except Exception as error:  # any library's
             text = str(error).strip().splitlines() or [""]
-            _write(answers, {"error": f"{type(error).__name__}: {text[-1]}"})
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            _write(answers, {"error": f"{kind}{text[-1]}"})
             return 1
         _write(answers, answer)
     return 0
+
+
+def _convert(engine: str, model: str, out: str, form: str, flags: list[str]) -> None:
+    ENGINES[engine].convert(Path(model), Path(out), form, flags)
 
 
 def _write(stream: TextIO, answer: Mapping[str, Any]) -> None:

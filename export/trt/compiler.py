@@ -262,8 +262,8 @@ def read_caches_in_place(trt: Any, network: Any) -> None:
 
     Each query becomes an output of the network. Where the compiler (TensorRT for RTX 1.7) may merge the
     computation of the query into attention, the memory it reports has room for keys and values of every
-    query head; this way it has none for them (``benchmarks.experiments.attention_memory``). Kernels also
-    learn how many positions of each sequence hold keys, so that they need not read the others.
+    query head; this way it has none for them. Kernels also learn how many positions of each sequence hold
+    keys, so that they need not read the others.
     """
     producers = {}
     attentions = []

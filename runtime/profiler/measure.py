@@ -94,12 +94,14 @@ def turns(count: int, number: int) -> Iterator[int]:
     return ((number * stride + index) % count for index in range(count))
 
 
-def time_run(setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, prompt: int = 0) -> Run:
-    """Decode one prompt once, with every stage recorded."""
+def time_run(
+    setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, prompt: int = 0, *, stages: bool = True
+) -> Run:
+    """Decode one prompt once. stages: whether each stage of a step is recorded"""
     decoder = setting.decoder
     token_ids: list[int] = []
     first = 0
-    with recording(decoder.batch.runner, StageRecorder()) as recorder:
+    with recording(decoder.batch.runner, StageRecorder(wants_stages=stages)) as recorder:
         begin = end = time.perf_counter_ns()
         for chunk in decoder.stream(prompt_ids, max_new_tokens=max_new_tokens, budget=setting.budget):
             end = time.perf_counter_ns()

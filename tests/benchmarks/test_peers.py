@@ -6,6 +6,8 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,10 +17,10 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import worker as worker_module
-from benchmarks.peers.compare import Contender, Run, quartiles, rows, same_beginning
-from benchmarks.peers.engine import ENGINES, OURS_PLAIN, OURS_SPECULATIVE, Decode, Engine, Opening, Receive
+from benchmarks.peers.__main__ import Contender, Run, quartiles, rows, same_beginning
+from benchmarks.peers.engines import ENGINES, OURS_PLAIN, OURS_SPECULATIVE, Decode, Engine, Opening, Receive
 from benchmarks.peers.gguf_file import UnsupportedModelError, check, write_gguf
-from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
+from benchmarks.peers.models import Models, hugging_face_directory
 from benchmarks.peers.report import figure, markdown
 from benchmarks.peers.worker import Worker, WorkerError
 from export.options import BLOCKS
@@ -39,7 +41,9 @@ FAKE = """
 import json, sys
 for line in sys.stdin:
     request = json.loads(line)
-    if "open" in request:
+    if "convert" in request:
+        print("{}", flush=True)
+    elif "open" in request:
         print(json.dumps({"version": request["open"]["engine"], "resident_mb": 1.0}), flush=True)
     elif request["decode"]["prompt_ids"] == [0]:
         print(json.dumps({"error": "ValueError: no zeros"}), flush=True)
@@ -52,7 +56,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Worker:
-    return Worker(OPENING, tmp_path / "logs" / "log", [sys.executable, "-c", FAKE])
+    return Worker(tmp_path / "logs" / "log", [sys.executable, "-c", FAKE])
 
 
 @pytest.mark.slow
@@ -76,7 +80,9 @@ def test_command_with_ours_and_transformers(
 
     monkeypatch.setattr(Models, "ensure", converted)
     # So that the engine is missing where it is installed, too.
-    monkeypatch.setitem(ENGINES, "ctranslate2", Engine("ctranslate2", "x", ("no_such_module",), "x", {}))
+    monkeypatch.setitem(
+        ENGINES, "ctranslate2", dataclasses.replace(ENGINES["ctranslate2"], imports=("no_such_module",))
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "How many?"}\n{"prompt": "Why not?"}\n{"prompt": "unread"}\n')
     argv = ["--model", str(tiny_model_dir), "--drafter", str(tiny_drafter_dir), "--prompts", str(prompts)]
@@ -128,6 +134,7 @@ def test_wrong_inputs(
 
 
 def test_a_worker_answers_until_it_is_closed(opened: Worker) -> None:
+    opened.open(OPENING)
     assert opened.version == OURS_PLAIN
     assert opened.decode([7, 8], 2) == {"token_ids": [7, 8]}
     opened.close()
@@ -144,8 +151,8 @@ def test_a_worker_that_fails(opened: Worker, prompt: list[int], message: str) ->
 
 def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     """The real worker, with a path that is none."""
-    with pytest.raises(WorkerError, match="nowhere"):
-        Worker(OPENING, tmp_path / "log")
+    with closing(Worker(tmp_path / "log")) as worker, pytest.raises(WorkerError, match="nowhere"):
+        worker.open(OPENING)
 
 
 def test_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +167,7 @@ def test_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return decode
 
-    monkeypatch.setattr("benchmarks.peers.engines.ours.open_model", open_model)
+    monkeypatch.setitem(ENGINES, OURS_PLAIN, dataclasses.replace(ENGINES[OURS_PLAIN], open_model=open_model))
     requests = [{"open": OPENING.__dict__}, {"decode": {"prompt_ids": [1], "max_new_tokens": 4}}]
     answers = io.StringIO()
     assert worker_module.serve(io.StringIO("\n".join(map(json.dumps, requests))), answers) == 0
@@ -218,8 +225,8 @@ def test_quartiles_and_same_beginnings() -> None:
 
 
 def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys, pathlib; pathlib.Path(sys.argv[-1]).mkdir(parents=True)"
-    monkeypatch.setattr("benchmarks.peers.models.CONVERT", (sys.executable, "-c", script))
+    fake = partial(Worker, command=(sys.executable, "-c", FAKE))
+    monkeypatch.setattr("benchmarks.peers.models.Worker", fake)
     models = Models(tmp_path / "models", tiny_model_dir, None)
     models.root.mkdir()
     path = models.ensure(ENGINES["llama.cpp"], "plain", "int8")
@@ -238,8 +245,9 @@ def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pyte
     assert blocks.ensure(ENGINES[OURS_PLAIN], "plain", "int4").name == "ours-int4-128"
     assert models.ensure(ENGINES[OURS_PLAIN], "plain", "int8").name == "ours-int8"
     # A conversion that fails leaves nothing that looks like a model.
-    monkeypatch.setattr("benchmarks.peers.models.CONVERT", (sys.executable, "-c", "1 / 0"))
-    with pytest.raises(ConversionError, match="ZeroDivisionError"):
+    failing = partial(Worker, command=(sys.executable, "-c", "1 / 0"))
+    monkeypatch.setattr("benchmarks.peers.models.Worker", failing)
+    with pytest.raises(WorkerError, match="has ended"):
         models.ensure(ENGINES["llama.cpp"], "plain", "int4")
     assert not (models.root / "llama.cpp-int4").exists()
 

@@ -10,11 +10,11 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from benchmarks.gpu import gate, lossless, peers, step_times
+from benchmarks.gpu import checks, peers, step_times
 from benchmarks.gpu.__main__ import PARTS, main
-from benchmarks.gpu.decoders import Limits, TimedStep
+from benchmarks.gpu.decoders import Limits, Skip, TimedStep
 from benchmarks.gpu.job import contexts, device_facts
-from benchmarks.gpu.parts import Part, Skip, is_bad, run_part
+from benchmarks.gpu.report import Part, is_bad, run_part
 from runtime.core.bundle import DRAFT, PLAIN
 from runtime.core.errors import DeviceError
 from runtime.engines.recorder import StepRecord
@@ -120,20 +120,20 @@ def test_wrong_tokens_fail_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decode = lossless.decode
+    time_run = checks.time_run
 
-    def wrong(decoder: Any, prompt: Any, nodes: int, *rest: Any) -> Any:
-        found = decode(decoder, prompt, nodes, *rest)
+    def wrong(setting: Any, *rest: Any, **options: Any) -> Any:
+        found = time_run(setting, *rest, **options)
         last = (found.token_ids[-1] + 1) % 256
-        return replace(found, token_ids=(*found.token_ids[:-1], last)) if nodes else found
+        return replace(found, token_ids=(*found.token_ids[:-1], last)) if setting.name != "plain" else found
 
-    monkeypatch.setattr(lossless, "decode", wrong)
+    monkeypatch.setattr(checks, "time_run", wrong)
     status, report = run(tiny_engine_bundle, tmp_path, "--parts", "lossless")
     assert status == 1
     rows = report["parts"]["lossless"]["rows"]
     assert [row["mismatches"] for row in rows] == [0, 2, 2]
     assert all(difference["logit_gap"] > 1e-4 for difference in report["parts"]["lossless"]["differences"])
-    monkeypatch.setattr(gate, "gaps_below_best", lambda *_: np.array([0.0, 0.5]))
+    monkeypatch.setattr(checks, "gaps_below_best", lambda *_: np.array([0.0, 0.5]))
     options = "--parts", "gate", "--reference", str(tiny_step_bundle)
     status, report = run(tiny_engine_bundle, tmp_path, *options)
     assert status == 1

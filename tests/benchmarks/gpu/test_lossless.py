@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import lossless
+from benchmarks.gpu import checks
 from benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.wrong_engines import with_wrong_engine
 from tests.engine_bundles import device_of_memory
@@ -35,10 +35,10 @@ def test_a_tie_is_a_draw_near_the_border(monkeypatch: pytest.MonkeyPatch) -> Non
     logits = np.full(10, -1e9, np.float32)
     for token, share in shares.items():
         logits[token] = 0.8 * np.log(share)
-    monkeypatch.setattr(lossless, "logits_after", lambda *_: logits)
-    monkeypatch.setattr(lossless, "uniform", lambda seed, index: 0.74)
+    monkeypatch.setattr(checks, "logits_after", lambda *_: logits)
+    monkeypatch.setattr(checks, "uniform", lambda seed, index: 0.74)
     decoder: Any = None
-    assert lossless.draw_gap(decoder, [1], [7], 0, 0) == 0
-    assert lossless.draw_gap(decoder, [1], [7, 8], 0, 0) == pytest.approx(0.01)
-    assert lossless.draw_gap(decoder, [1], [7, 3], 0, 0) == pytest.approx(0.49)
-    assert lossless.draw_gap(decoder, [1], [9], 0, 0) == pytest.approx(0.26)
+    assert checks.draw_gap(decoder, [1], [7], 0, 0) == 0
+    assert checks.draw_gap(decoder, [1], [7, 8], 0, 0) == pytest.approx(0.01)
+    assert checks.draw_gap(decoder, [1], [7, 3], 0, 0) == pytest.approx(0.49)
+    assert checks.draw_gap(decoder, [1], [9], 0, 0) == pytest.approx(0.26)

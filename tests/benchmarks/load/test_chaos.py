@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import chaos, interfaces
+from benchmarks.load import chaos, clients
 
 
 def test_what_is_too_late_is_a_problem() -> None:
@@ -31,11 +31,11 @@ def test_what_is_too_late_is_a_problem() -> None:
 def test_a_stream_that_ends_without_a_word_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(server: Any) -> Iterator[str]:
         yield "a part"
-        raise interfaces.CutOffError("an interface")
+        raise clients.CutOffError("an interface")
 
     server: Any = None
-    monkeypatch.setattr(interfaces, "INTERFACES", (cut_off,))
-    load = interfaces.Load(server)
+    monkeypatch.setattr(clients, "INTERFACES", (cut_off,))
+    load = clients.Load(server)
     assert load.reasons() == ["CutOffError: an interface"]
     load.__exit__()
     assert "streams ended without a word" in chaos._cut_off(load)[0]
@@ -45,7 +45,7 @@ def test_a_stream_that_ends_without_a_word_is_a_problem(monkeypatch: pytest.Monk
     ("reason", "end", "error"),
     [
         ("length", b"0\r\n\r\n", None),
-        ("", b"0\r\n\r\n", interfaces.CutOffError),
+        ("", b"0\r\n\r\n", clients.CutOffError),
         ("", b"", http.client.IncompleteRead),
     ],
 )
@@ -70,7 +70,7 @@ def test_an_answer_that_is_cut_off_is_told_from_one_without_a_reason(
         thread.start()
         server: Any = SimpleNamespace(http_port=listening.getsockname()[1])
         with pytest.raises(error) if error else nullcontext():
-            assert list(interfaces.over_http(server)) == ["a"]
+            assert list(clients.over_http(server)) == ["a"]
         thread.join()
 
 

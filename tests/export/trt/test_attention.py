@@ -1,14 +1,25 @@
 """Attention that reads the caches in place, as NVIDIA's compiler reports its memory."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM
 
+from export.forms import GraphForm
+from export.graphs.contracts import target_model_contract
+from export.graphs.modules import TargetModelGraph
 from export.options import FUSED
-from export.trt.compiler import load_library, read_caches_in_place
-from export.trt.plan import backbone_capacity, drafter_reads_in_place, target_model_reads_in_place
-from runtime.core.bundle import EnginePlan
+from export.pipeline import write_graph
+from export.quantisation.precision import Precision
+from export.trt.compiler import compile_engine, load_library, read_caches_in_place
+from export.trt.plan import (
+    backbone_capacity,
+    backbone_profiles,
+    drafter_reads_in_place,
+    target_model_reads_in_place,
+)
+from runtime.core.bundle import EnginePlan, ModelSpec
 from runtime.device.tensorrt import ATTENTION_QUERY
 
 pytest.importorskip(
@@ -16,13 +27,35 @@ pytest.importorskip(
 )
 
 
-def test_a_pass_needs_no_copy_of_keys_and_values() -> None:
-    """Less than the keys of one layer have, 32 MiB: a copy for every query head has four times as many."""
-    from benchmarks.experiments.attention_memory import activations
-
+def activation_bytes(directory: Path, *, sliced: bool) -> int:
+    """What the builder reports for a Llama with 32 query heads and 8 key heads of 128."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    spec = ModelSpec("random", "llama", 256, 512, 2, 8, 128, 4096, 512, (), None, "", "")
     plan = EnginePlan(max_context=4096, max_num_seqs=4, max_nodes=8, prefill_chunk=64)
-    (found,) = activations(plan, FUSED, [backbone_capacity(plan, None)], "sm89", sliced=False)
-    assert found < 4 * 8 * 4096 * 128 * 2
+    module = TargetModelGraph(LlamaForCausalLM(config).eval(), (1,), plan.max_context, FUSED)
+    form = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None), sliced=sliced)
+    contract = target_model_contract(spec)
+    graph, _ = write_graph(module, contract, directory / "backbone.onnx", form, lambda _: None)
+    module.close()
+    profiles = backbone_profiles(plan, None, graph.contract)
+    library = load_library("tensorrt-rtx")
+    engine = compile_engine(library, graph.path, graph.contract, profiles, capabilities=("sm89",))
+    return engine.activation_bytes
+
+
+def test_a_pass_needs_no_copy_of_keys_and_values(tmp_path: Path) -> None:
+    """Less than the keys of one layer have, 32 MiB. A pass that reads a part of its caches copies them."""
+    keys = 4 * 8 * 4096 * 128 * 2
+    assert activation_bytes(tmp_path, sliced=False) < keys < activation_bytes(tmp_path, sliced=True)
 
 
 def test_every_attention_has_the_lengths_of_its_own_cache() -> None:

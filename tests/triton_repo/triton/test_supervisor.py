@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.load.interfaces import Load, model_process, readiness, status_of, wait_for_readiness
+from benchmarks.load.clients import Load, model_process, readiness, status_of, wait_for_readiness
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import (
     GENERATE,

@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.experiments import step_kernels
-from benchmarks.experiments.search_graph import tensors_of
-from benchmarks.experiments.step_kernels import (
-    compare_graphs,
-    compare_searches,
-    in_torch,
-    random_lattices,
-)
+from benchmarks.experiments.search_graph import random_lattices, tensors_of
+from benchmarks.experiments.step_kernels import compare_graphs, compare_searches
 from export.step.acceptance import BLOCK
 from export.step.contracts import accept_contract, search_contract
+from export.step.modules import SearchGraph
 from export.verify.comparison import Tensors
 from export.verify.host_kernels import DESCENDING, HostKernels, run_on_host
+from export.verify.runner import Execute
 from runtime.core.bundle import PARALLEL, Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
@@ -51,7 +48,7 @@ def bundle(request: pytest.FixtureRequest, step_bundle_of: Callable[[str], Path]
 
 def test_every_graph_of_a_bundle(bundle: Bundle, host_kernels: HostKernels) -> None:
     """Batches of 1 to 8 sequences, each with threads and blocks in another order."""
-    found = compare_graphs(bundle, host_kernels, passes=8, threads=THREADS)
+    found = compare_graphs(bundle, host_kernels, passes=8)
     assert {name.partition("_")[0] for name in found} == {"prepare", "search", "accept", "commit"}
     for name, counts in found.items():
         assert counts.problems == [], name
@@ -72,10 +69,22 @@ def test_the_report_says_where_it_was_measured(
     assert sum(row["sequences"] for row in report["rows"] if "mean share" in row) == 2
 
 
+def in_torch(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execute:
+    """A search as torch computes it, which needs no tracing."""
+    module = SearchGraph(num_nodes, merges_repeats=merges_repeats)
+
+    @torch.no_grad()
+    def execute(inputs: Tensors) -> Tensors:
+        outputs = module({name: torch.from_numpy(values) for name, values in inputs.items()}, [])
+        return {t.name: value.numpy() for t, value in zip(contract.outputs, outputs, strict=True)}
+
+    return execute
+
+
 def test_trees_of_random_lattices(host_kernels: HostKernels) -> None:
     """Frames with and without blanks, merged repeats and transitions; trees from 8 to 64 nodes."""
     sizes = (8, 16, 32, 64)
-    found = compare_searches(random_lattices(120), host_kernels, in_torch, sizes, threads=THREADS)
+    found = compare_searches(random_lattices(120), host_kernels, in_torch, sizes)
     assert sum(counts.sequences for counts in found.values()) == 120
     for kind, counts in found.items():
         assert counts.problems == [], kind

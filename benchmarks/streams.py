@@ -1,25 +1,38 @@
-"""The ways to decode that a sweep compares: what each costs, how they are measured, and the report.
+"""Heads of speculative streams swept: how many upper layers, how many streams, how much pruning.
 
-Every prompt is decoded by plain decoding and by all ways, in turn. The cost is counted in evaluations of
-layers.
+    python -m benchmarks.streams --heads HEAD ... --prompts gsm8k.jsonl --out build/streams/sweep
+
+Decodes every prompt with plain decoding, with every head, and with the last head cut to its first streams
+(``--gammas``), each with its streams in the verify pass and in a pass of their own, and with the last head
+pruned (``--kept``), in turn. The cost is counted in evaluations of layers. Writes streams.md, streams.json
+and streams.svg to OUT.
+
+Exits with 1 when an output differs from plain decoding and the two tokens are no tie, with 2 when the input
+cannot be used, with 130 for Ctrl-C.
 """
 
+import argparse
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
-from benchmarks.report import draw, looks, markdown_table
+from benchmarks.report import draw, looks, markdown_table, require_matplotlib, write_report
 from drafters.config import WEIGHTS_NAME, DrafterConfig
 from export.options import OWN_PASS, STREAM_PASSES, VERIFY_PASS, Options
 from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt
 from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder, encode_prompts
+from runtime.profiler.arguments import node_counts
+from runtime.profiler.environment import machine
 from runtime.profiler.measure import Setting, compare_outputs, measure_runs
 from runtime.profiler.report import acceptance_length, ms_per_token
 from runtime.profiler.runs import PLAIN, Difference, Run
@@ -27,6 +40,7 @@ from runtime.profiler.runs import PLAIN, Difference, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MODEL = Path("demo/backbone")
 LAYERS, STREAMS, PRUNING = "layers", "streams", "pruning"
 EMBEDDINGS = "stream_embeddings"
 
@@ -264,11 +278,11 @@ NOTES = """\
 
 def markdown(report: Row) -> str:
     """The text of ``streams.md``; ``report`` is the contents of ``streams.json``."""
-    machine = report["machine"]
+    here = report["machine"]
     parts = [
         "# Speculative streams, swept",
         f"```\n{report['command']}\n```",
-        f"{machine['cpu']}, {machine['threads']} threads; greedy, trees of {report['nodes']} drafts.",
+        f"{here['cpu']}, {here['threads']} threads; greedy, trees of {report['nodes']} drafts.",
         NOTES,
         *(f"## {title}\n\n{table(report['rows'], sweep)}" for sweep, title in TITLES.items()),
         "![tokens per step and speedup](streams.svg)",
@@ -311,7 +325,8 @@ def figure(rows: Sequence[Row], nodes: int) -> str:
             field, label = AXES[sweep]
             for name in files:
                 for stream_pass, dash in DASHES.items():
-                    own = [row for row in rows if _of(row) == (sweep, name, stream_pass)]
+                    wanted = {"sweep": sweep, "prompts": name, "stream_pass": stream_pass}
+                    own = [row for row in rows if wanted.items() <= row.items()]
                     # Without pruning all drafts are kept.
                     places = [nodes if row[field] is None else row[field] for row in own]
                     points = sorted(zip(places, (row[key] for row in own), strict=True))
@@ -322,11 +337,53 @@ def figure(rows: Sequence[Row], nodes: int) -> str:
     return draw([titles[key] for _, key in panels], fill, styles)
 
 
-def _of(row: Row) -> tuple[str, str, str]:
-    return row["sweep"], row["prompts"], row["stream_pass"]
-
-
 def _identical(row: Row) -> str:
     wrong = row["mismatches"] + row["ties"]
     text = f"{row['num_prompts'] - wrong}/{row['num_prompts']}"
     return f"{text}, {row['ties']} at a tie" if row["ties"] else text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, or 1 for a mismatch, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.streams", __doc__)
+    parser.add("--model", type=Path, default=MODEL, help="Hugging Face model directory")
+    parser.add("--heads", nargs="+", required=True, metavar="DIR", help="heads of streams, lossless ones")
+    parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--threads")
+    parser.add("--nodes", type=at_least(1), default=8, help="drafts of a tree")
+    parser.add("--gammas", type=node_counts, default="1,2,3,4", help="streams to cut the last head to")
+    parser.add("--kept", type=node_counts, default="1,2,4,6", help="drafts that pruning keeps, last head")
+    parser.add("--out", help="directory of the tables, the figure and the bundles")
+    return parser.run(sweep, argv)
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Build what is missing, measure, write and print the tables; 1 for a mismatch that is no tie."""
+    require_matplotlib()
+    prompts = read_prompt_files(args.prompts, args.max_prompts)
+    heads = find_heads(args.heads, args.model)
+    points = make_points(read_configs(heads), args.gammas, args.kept)
+    rows = measure(
+        points,
+        dict(build_bundles(heads, points, args.model, args.out)),
+        prompts,
+        num_nodes=args.nodes,
+        max_new_tokens=args.max_new_tokens,
+        num_threads=args.threads,
+    )
+    report = {"command": args.command, "nodes": args.nodes, "rows": rows}
+    texts = {
+        "streams.md": markdown(report | {"machine": machine(args.threads)}),
+        "streams.svg": figure(rows, args.nodes),
+    }
+    paths = write_report(args, "streams.json", report, texts=texts)
+    for name, title in TITLES.items():
+        print(f"{title}\n{table(rows, name)}\n")
+    print("wrote " + ", ".join(str(path) for path in paths))
+    wrong = [row for row in rows if row["mismatches"]]
+    for row in wrong:
+        print(f"NOT LOSSLESS: {row['head']}, {row['prompts']}: {row['mismatches']} outputs", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.streams import __main__ as streams
-from benchmarks.streams.sweep import Point, make_points, measured_row, shorten
+from benchmarks import streams
+from benchmarks.streams import Point, make_points, measured_row, shorten
 from drafters.build import load_drafter
 from drafters.config import DrafterConfig
 from drafters.streaming import StreamFrames

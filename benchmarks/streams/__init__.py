@@ -1,1 +1,0 @@
-"""Speculative streams swept: upper layers, streams of a node, and pruning."""
