@@ -19,7 +19,6 @@ with sliding windows. A head that was trained on short texts keeps its acceptanc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -61,17 +60,17 @@ class FusedStart(nn.Module):
 class AttentionTrunk(ParallelDrafter, ABC):
     """Frames that attend to the context and to each other; a subclass says what they begin as.
 
-    context_type: makes the projection of features [B, A, F*H] -> [B, A, H]
+    feature_norms: whether the context's features are normed layer by layer before they are projected
     head_norms: whether queries and keys are normed in every head
     """
 
-    context_type: Callable[[DrafterConfig], nn.Module]
+    feature_norms = True
     head_norms = False
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.context = self.context_type(config)
+        self.context = ContextProjection(config, feature_norms=self.feature_norms)
         self.add_starts(config)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.window = config.attention_window
@@ -80,10 +79,7 @@ class AttentionTrunk(ParallelDrafter, ABC):
         )
 
     def add_starts(self, config: DrafterConfig) -> None:
-        """Add the modules that ``starts`` needs.
-
-        They are made before the layers: in another order a seed would give other first weights.
-        """
+        """Add the modules of ``starts``, before the layers: a seed's first weights depend on the order."""
 
     @abstractmethod
     def starts(
@@ -135,8 +131,6 @@ class AttentionTrunk(ParallelDrafter, ABC):
 class AttentionFrames(AttentionTrunk):
     """Frames that begin as learned queries, with the anchor token in the first or in all of them."""
 
-    context_type = ContextProjection
-
     def add_starts(self, config: DrafterConfig) -> None:
         self.frame_queries = nn.Parameter(torch.randn(config.num_frames, config.hidden_size) * 0.02)
         self.start = FusedStart(config) if config.frame_start == "fused" else None
@@ -153,24 +147,10 @@ class AttentionFrames(AttentionTrunk):
         return starts + self.frame_queries[:count]
 
 
-class DSparkContext(nn.Module):
-    """One vector for each context token: all features are projected together, and the result is normed."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.feature_proj = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """features [B, A, F*H] -> [B, A, H]."""
-        context: Tensor = self.context_norm(self.feature_proj(features))
-        return context
-
-
 class DSparkFrames(AttentionTrunk):
     """Frames of which the first begins as the anchor token and the others as the mask token."""
 
-    context_type = DSparkContext
+    feature_norms = False
     head_norms = True
 
     def starts(

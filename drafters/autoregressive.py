@@ -53,9 +53,13 @@ class AutoregressiveDrafter(Drafter, ABC):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
-    @abstractmethod
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """The inputs in the module's table that this head reads: shape and dtype by name."""
+        return {
+            "features": (("B", "A", self.config.feature_size), torch.float32),
+            "query_indices": (("B", "Q"), torch.int64),
+            "states": (("B", "N", self.config.hidden_size), torch.float32),
+        }
 
     @abstractmethod
     def forward(
@@ -97,13 +101,6 @@ class AutoregressiveDrafter(Drafter, ABC):
         best = top[..., :1]
         # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
         return self.token_ids(labels), top - best - (logits - best).exp().sum(-1, keepdim=True).log()
-
-    def _common_tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {
-            "features": (("B", "A", self.config.feature_size), torch.float32),
-            "query_indices": (("B", "Q"), torch.int64),
-            "states": (("B", "N", self.config.hidden_size), torch.float32),
-        }
 
 
 def root_indices(positions: Tensor) -> Tensor:

@@ -62,10 +62,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in float32, numbers of tokens in int64.
-
-    Raises the errors of safetensors, and KeyError for a matrix without scales.
-    """
+    """The weights in float32, token numbers in int64. Raises safetensors' errors; KeyError without scales."""
     stored = load_file(path)
     rows = {name for name, value in stored.items() if value.dtype == torch.int8}
     scales = {name + SCALE for name in rows}

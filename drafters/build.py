@@ -25,23 +25,20 @@ def load_drafter(directory: Path | str) -> Drafter:
 
 def count_trained_parameters(config: DrafterConfig) -> int:
     """The parameters that training fits. The target model's own, which a head shares, are not counted."""
-    return sum(parameter.numel() for parameter in _meta_head(config).parameters())
+    return sum(parameter.numel() for parameter in meta_head(config).parameters())
 
 
 def count_extra_parameters(config: DrafterConfig) -> int:
-    """The parameters that decoding needs beside the target model's.
-
-    The LoRA adapters of ``shared`` streams are merged into the target model and are not counted.
-    """
+    """The parameters that decoding needs beside the model's; merged adapters do not count."""
     merges = config.trunk_type.borrows_layers and config.stream_mode == "shared"
     return sum(
         parameter.numel()
-        for name, parameter in _meta_head(config).named_parameters()
+        for name, parameter in meta_head(config).named_parameters()
         if not (merges and name.startswith("lora."))
     )
 
 
-def _meta_head(config: DrafterConfig) -> Drafter:
+def meta_head(config: DrafterConfig) -> Drafter:
     """The head on the meta device, where tensors have shapes and no values."""
     with torch.device("meta"):
         if not config.trunk_type.borrows_layers:

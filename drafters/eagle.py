@@ -44,7 +44,7 @@ class EagleDrafter(AutoregressiveDrafter):
 
     @property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        return self._common_tensors() | {
+        return super().tensors | {
             "context_token_ids": (("B", "A"), torch.int64),
             "context_position_ids": (("B", "A"), torch.int64),
             "token_ids": (("B", "N"), torch.int64),

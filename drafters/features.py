@@ -67,16 +67,19 @@ class ContextProjection(nn.Module):
     Every layer's hidden state is normed, all are projected together, and the result is normed.
     """
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DrafterConfig, *, feature_norms: bool = True):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.feature_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in config.target_layer_ids)
+        norms = (RMSNorm(hidden, eps) for _ in config.target_layer_ids)
+        self.feature_norms = nn.ModuleList(norms) if feature_norms else None
         self.feature_proj = nn.Linear(config.feature_size, hidden, bias=False)
         self.context_norm = RMSNorm(hidden, eps)
 
     def forward(self, features: Tensor) -> Tensor:
         """features [B, A, F*H] -> [B, A, H]."""
-        per_layer = features.chunk(len(self.feature_norms), dim=-1)
-        normed = [norm(part) for norm, part in zip(self.feature_norms, per_layer, strict=True)]
-        context: Tensor = self.context_norm(self.feature_proj(torch.cat(normed, dim=-1)))
+        if self.feature_norms is not None:
+            per_layer = features.chunk(len(self.feature_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.feature_norms, per_layer, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        context: Tensor = self.context_norm(self.feature_proj(features))
         return context

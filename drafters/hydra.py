@@ -46,7 +46,7 @@ class HydraDrafter(AutoregressiveDrafter):
 
     @property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        found = self._common_tensors()
+        found = super().tensors
         if self.config.num_layers:
             found["context_position_ids"] = ("B", "A"), torch.int64
             found["attn_mask"] = ("B", 1, "Q", "S"), torch.bool
@@ -62,42 +62,28 @@ class HydraDrafter(AutoregressiveDrafter):
         attend: AttentionFunction = scaled_dot_product,
     ) -> tuple[Tensor, Tensor]:
         """A depth without nodes costs next to nothing, so one graph serves all passes."""
-        roots = self._roots(
-            inputs["features"],
-            inputs["query_indices"],
-            inputs.get("context_position_ids"),
-            inputs.get("attn_mask"),
-            cache,
-            attend,
-        )
+        roots = self._roots(inputs, cache, attend)
         # One of the two is empty. Summed instead of picked, so that a graph knows the size of the axis.
         state = torch.cat((roots, inputs["states"]), dim=1).sum(1, keepdim=True)
         return self._hidden(state, [inputs[f"path_ids_{d}"] for d in range(self.config.num_frames)]), state
 
     def _roots(
-        self,
-        features: Tensor,
-        queries: Tensor,
-        position_ids: Tensor | None,
-        attn_mask: Tensor | None,
-        cache: KeyValueCache | None,
-        attend: AttentionFunction,
+        self, inputs: Mapping[str, Tensor], cache: KeyValueCache | None, attend: AttentionFunction
     ) -> Tensor:
         """h [B, Q, H] of the context tokens that are roots."""
-        last_layer = features[..., -self.config.hidden_size :]
+        last_layer = inputs["features"][..., -self.config.hidden_size :]
+        queries = inputs["query_indices"]
         roots = pick(last_layer, queries)
         for layer in self.layers:
             assert isinstance(layer, DraftLayer)
-            assert position_ids is not None
-            assert attn_mask is not None
-            normed = layer.input_norm(last_layer)
+            position_ids, normed = inputs["context_position_ids"], layer.input_norm(last_layer)
             roots = layer.update(
                 roots,
                 pick(normed, queries),
                 normed,
                 self.rotary(position_ids),
                 self.rotary(position_ids.gather(1, queries)),
-                attn_mask,
+                inputs["attn_mask"],
                 cache,
                 attend,
             )
@@ -116,9 +102,13 @@ class HydraDrafter(AutoregressiveDrafter):
     ) -> Tensor:
         batch, length = input_ids.shape
         roots = root_indices(positions)
-        context = torch.arange(length, device=roots.device).expand(batch, -1)
-        mask = causal_mask(roots, length)
-        state = self._roots(features, roots, context, mask, None, scaled_dot_product)
+        inputs = {
+            "features": features,
+            "query_indices": roots,
+            "context_position_ids": torch.arange(length, device=roots.device).expand(batch, -1),
+            "attn_mask": causal_mask(roots, length),
+        }
+        state = self._roots(inputs, None, scaled_dot_product)
         anchors = input_ids.gather(1, positions.clamp(min=0)).unsqueeze(-1)
         tokens = torch.cat((anchors, targets), dim=-1).flatten(0, 1).unsqueeze(1)  # [B*M, 1, 1+U]
         depth = min(self.config.num_frames, targets.shape[-1])

@@ -73,10 +73,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a rotary embedding. x [B, heads, N, D]; cos, sin [B, 1, N, D].
-
-    Written as Hugging Face's models write it, which ``export`` recognises and fuses.
-    """
+    """Apply a rotary embedding to x [B, heads, N, D], as Hugging Face writes it: ``export`` fuses this."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)

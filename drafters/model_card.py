@@ -1,7 +1,4 @@
-"""The model card of a head, ``README.md`` in its directory: where it came from and how much it drafts.
-
-Training writes it for a head that lies on a disk, publishing writes it again for one on the hub.
-"""
+"""The model card of a head, ``README.md``: training writes it, and publishing again for the hub."""
 
 from string import Template
 from typing import Any

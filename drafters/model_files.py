@@ -1,9 +1,6 @@
 """A target model's files: a directory or a GGUF file of this machine, or a repository of the hub.
 
 Whether the files are there and complete is checked before torch or Transformers is imported.
-
-``check_base_weights`` says whether a draft head was made for a model that is loaded,
-``stored_weights_digest`` reads the same digest of files alone.
 """
 
 import json
@@ -12,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from drafters.checkpoints.gguf_file import SUFFIX, digest_tensors, is_gguf, read_header
-from drafters.checkpoints.weight_files import weight_files
+from drafters.checkpoints.stored import TensorFiles, weight_files
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.target_models import DIGEST_ROWS, TargetModelError, check_model_type, digest_of, weights_digest
 
@@ -42,7 +39,8 @@ def check_model_files(model: Path) -> None:
     Of a repository of the hub this downloads ``config.json`` alone. Raises TargetModelError in one line.
     """
     if is_hub_name(model):
-        check_model_type(_model_type(hub_file(model, CONFIG)))
+        config = _downloaded(model, lambda hub: hub.hf_hub_download(str(model), CONFIG))
+        check_model_type(_model_type(Path(config)))
         return
     if is_gguf(model):
         read_header(model)
@@ -84,10 +82,7 @@ def _without_config(model: Path) -> str:
 
 
 def check_weights(path: Path) -> None:
-    """Raises WeightsError for a file that is not safetensors or, as a download cut short, not whole.
-
-    So is one that cannot be read, such as a link whose file is gone.
-    """
+    """Raises WeightsError for a file that cannot be read, is no safetensors file, or is not whole."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
@@ -112,11 +107,6 @@ def is_hub_name(model: Path) -> bool:
     """Whether a value of ``--model`` names a repository of the hub, and no directory of this machine."""
     name = str(model)
     return not model.exists() and HUB_NAME.fullmatch(name) is not None and not Path(model.parts[0]).exists()
-
-
-def hub_file(model: Path, name: str) -> Path:
-    """Download one file of a repository of the hub. Raises TargetModelError."""
-    return Path(_downloaded(model, lambda hub: hub.hf_hub_download(str(model), name)))
 
 
 def local_model(model: Path) -> Path:
@@ -151,9 +141,10 @@ def check_base_weights(config: DrafterConfig, model: Any) -> None:
     model: in float32, because rounded weights have another digest. A head that records no digest passes.
     """
     if config.base_weights and config.base_weights != weights_digest(model):
+        name = f", {config.base_model!r}" if config.base_model else ""
         raise DrafterConfigError(
             f"base_weights must be the target model's {weights_digest(model)}, got {config.base_weights}; "
-            f"the head was trained for a model of other weights{_named(config)}"
+            f"the head was trained for a model of other weights{name}"
         )
 
 
@@ -170,10 +161,6 @@ def check_base_name(config: DrafterConfig, name: str) -> None:
         )
 
 
-def _named(config: DrafterConfig) -> str:
-    return f", {config.base_model!r}" if config.base_model else ""
-
-
 def stored_weights_digest(model: Path) -> str:
     """``weights_digest`` of a model, computed from a directory's safetensors files or from a GGUF file.
 
@@ -183,22 +170,15 @@ def stored_weights_digest(model: Path) -> str:
     if is_gguf(model):
         found = digest_tensors(read_header(model), DIGEST_ROWS)
         return digest_of(*found) if found else ""
-    places: dict[str, Path] = {}
     try:
-        for path in weight_files(model):
-            with safe_open(path, framework="pt") as file:
-                places |= dict.fromkeys(file.keys(), path)
+        files = TensorFiles(model)
     except (TargetModelError, OSError, SafetensorError):
         return ""
-    embeddings = [name for name in places if name.endswith(EMBEDDING)]
+    embeddings = [name for name in files.names() if name.endswith(EMBEDDING)]
     if len(embeddings) != 1:
         return ""
     (embedding,) = embeddings
     norm = embedding.removesuffix(EMBEDDING) + NORM
-    if norm not in places:
+    if norm not in files.names():
         return ""
-    with safe_open(places[norm], framework="pt") as file:
-        norm_weight = file.get_tensor(norm)
-    with safe_open(places[embedding], framework="pt") as file:
-        rows = file.get_slice(embedding)[:DIGEST_ROWS]
-    return digest_of(norm_weight, rows)
+    return digest_of(files.read(norm), files.read(embedding, DIGEST_ROWS))

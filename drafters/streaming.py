@@ -17,6 +17,7 @@ pruning, M_t also gives early-exit logits: LM head(norm(o(M_t))) with o(h) = h +
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
 from drafters.model_files import check_base_weights
 from drafters.parallel import ParallelDrafter, last_context
 from drafters.target_models import last_layer_logits, output_norm_weight
-from drafters.upper_layers import ADAPTER, Masks, UpperLayers, mask_part, rotation_angle, text_masks
+from drafters.upper_layers import ADAPTER, Masks, UpperLayers, mask_part, text_masks
 
 
 class ResidualStart(nn.Module):
@@ -157,7 +158,12 @@ class StreamFrames(ParallelDrafter):
 
     def _attach(self, model: Any, *, lora_rank: int | None) -> UpperLayers:
         config = self.config
-        _check_model(config, model)
+        if model.config.num_hidden_layers != config.base_num_layers:
+            raise DrafterConfigError(
+                f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
+                f"got {config.base_num_layers}"
+            )
+        check_base_weights(config, model)
         super().attach_model(model)
         self.norm_weight = output_norm_weight(model).detach()
         upper = UpperLayers(
@@ -165,7 +171,8 @@ class StreamFrames(ParallelDrafter):
             config.num_layers,
             lora_rank=lora_rank,
             streams_only=config.stream_mode == "lossless",
-            angle=rotation_angle(config.num_frames) if config.stream_identity == "rotation" else 0.0,
+            # All streams together span a quarter turn.
+            angle=math.pi / (2 * config.num_frames) if config.stream_identity == "rotation" else 0.0,
         )
         self._attached = (model, upper)
         return upper
@@ -218,22 +225,21 @@ class StreamFrames(ParallelDrafter):
         positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
         masks = text_masks(self.model.config, attn_mask, positions, numbers)
         streams = self.start_streams(last)[:, :, :frames].flatten(1, 2)
-        main, streams = self._run_for_training(main, streams, positions, numbers, masks)
+        if self.config.stream_mode == "lossless":
+            # The main stream goes first, and no gradient is kept for it.
+            count, cache = main.shape[1], DynamicCache()
+            own, following = (
+                mask_part(masks, slice(count), slice(count)),
+                mask_part(masks, slice(count, None)),
+            )
+            with torch.no_grad():
+                no_numbers = numbers.new_zeros(count)
+                main = self.upper_layers(main, context_position_ids, own, no_numbers, cache)
+            streams = self.upper_layers(streams, frame_position_ids, following, numbers, cache)
+            streams = self._normed(streams)
+        else:
+            main, streams = self.run_streams(main, streams, positions, numbers, masks)
         return main, self.fuse(streams.unflatten(1, (-1, frames)), anchor_ids).flatten(1, 2)
-
-    def _run_for_training(
-        self, main: Tensor, streams: Tensor, position_ids: Tensor, stream_numbers: Tensor, masks: Masks
-    ) -> tuple[Tensor, Tensor]:
-        """As ``run_streams``. In lossless mode the main stream goes first, and no gradient is kept for it."""
-        if self.config.stream_mode != "lossless":
-            return self.run_streams(main, streams, position_ids, stream_numbers, masks)
-        count, cache = main.shape[1], DynamicCache()
-        own, following = mask_part(masks, slice(count), slice(count)), mask_part(masks, slice(count, None))
-        with torch.no_grad():
-            no_numbers = stream_numbers.new_zeros(count)
-            main = self.upper_layers(main, position_ids[:, :count], own, no_numbers, cache)
-        streams = self.upper_layers(streams, position_ids[:, count:], following, stream_numbers, cache)
-        return main, self._normed(streams)
 
     def fuse(self, streams: Tensor, anchor_ids: Tensor | None) -> Tensor:
         """Streams after the last norm, [..., T, H], and their anchors [...] -> frames [..., T, H]."""
@@ -326,16 +332,6 @@ def _adapters_of(state: Mapping[str, Any]) -> nn.ModuleList:
     if not layers:
         raise DrafterConfigError("its adapters, lora.LAYER.PROJECTION.A.weight and B.weight, are missing")
     return nn.ModuleList(nn.ModuleDict(layers[number]) for number in sorted(layers))
-
-
-def _check_model(config: DrafterConfig, model: Any) -> None:
-    """Raises DrafterConfigError for a target model that the adapters were not trained for."""
-    if model.config.num_hidden_layers != config.base_num_layers:
-        raise DrafterConfigError(
-            f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
-            f"got {config.base_num_layers}"
-        )
-    check_base_weights(config, model)
 
 
 def _check_adapters(found: nn.Module, expected: nn.Module) -> None:

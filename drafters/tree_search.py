@@ -92,10 +92,7 @@ def root_alone(anchor_ids: Tensor) -> TreeTensors:
 
 
 def root_prefixes(anchor_ids: Tensor, frame_tokens: Tensor, places: Tensor) -> Prefixes:
-    """The root, and places without a prefix.
-
-    anchor_ids [B, 1], frame_tokens [B, T, K]; places [M] int64: 0, 1, ...
-    """
+    """The root, and places without a prefix; anchor_ids [B, 1], frame_tokens [B, T, K], places [M]."""
     zeros = places * torch.zeros_like(anchor_ids)  # [B, M]
     probability = ((zeros + places) == 0).float()
     # No label is the root's, so that its own token may follow it.
@@ -106,10 +103,7 @@ def root_prefixes(anchor_ids: Tensor, frame_tokens: Tensor, places: Tensor) -> P
 def read_frame(
     prefixes: Prefixes, lattice: LatticeTensors, frame: Tensor, places: Tensor, *, merges_repeats: bool
 ) -> Prefixes:
-    """The prefixes after one more frame.
-
-    frame [1] int64: which one; places [M] int64: 0, 1, ...
-    """
+    """The prefixes after one more frame. frame [1] int64: which one; places [M] int64: 0, 1, ..."""
     of_frame = lattice.frame(frame)
     labels = of_frame.frame_tokens  # [B, 1, K]
     # Without a transition all prefixes have the same: [B, 1, K] and [B, 1].
@@ -174,10 +168,7 @@ def _best(prefixes: Prefixes, count: int) -> Prefixes:
 
 
 def tree_of(prefixes: Prefixes, anchor_ids: Tensor, nodes: Tensor, *, max_depth: int) -> TreeTensors:
-    """The best prefixes as a tree.
-
-    anchor_ids [B, 1]; nodes [N] int64: 0, 1, ...
-    """
+    """The best prefixes as a tree. anchor_ids [B, 1]; nodes [N] int64: 0, 1, ..."""
     probability = prefixes.probability.index_select(1, nodes)
     parents = prefixes.parent.index_select(1, nodes)
     is_draft = (probability > 0.0) & (nodes > 0)

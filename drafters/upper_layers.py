@@ -10,7 +10,6 @@ arXiv 2106.09685): W x + B A x, where B starts at zero. A row is a token's or a 
 """
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -67,9 +66,10 @@ def text_masks(config: Any, stream_mask: Tensor, position_ids: Tensor, stream_nu
 class UpperLayers(nn.Module):
     """The last ``count`` layers of ``model``. Their own weights are frozen.
 
-    lora_rank: rank of new adapters, which ``adapters`` has; None for none
+    lora_rank: rank of new adapters; None for none
     streams_only: whether the adapters leave rows of the main stream exactly as they are
     angle: the values of stream j are rotated by j times this; 0 for no rotation
+    adapters: of every layer, the projections with adapters by name: peft's modules
     """
 
     def __init__(
@@ -83,12 +83,16 @@ class UpperLayers(nn.Module):
         self.rotary_emb = decoder.rotary_emb
         self.layers = nn.ModuleList(_shared_copy(layer) for layer in decoder.layers[-count:]).eval()
         self._rows = _Rows()
-        self._adapters: list[dict[str, Any]] = [{} for _ in self.layers]
+        self.adapters: list[dict[str, Any]] = [{} for _ in self.layers]
         if lora_rank is not None:
             self._add_adapters(lora_rank, streams_only)
         if angle:
             for layer in self.layers:
-                _rotate_values(layer.self_attn, self._rows, angle)
+                attention: Any = layer.self_attn
+                name = "v_proj" if hasattr(attention, "v_proj") else "qkv_proj"
+                sizes = {"num_heads": attention.config.num_key_value_heads, "head_dim": attention.head_dim}
+                rotated = _RotatedValues(getattr(attention, name), self._rows, **sizes, angle=angle)
+                setattr(attention, name, rotated)
 
     def _add_adapters(self, rank: int, streams_only: bool) -> None:
         # Importing peft takes seconds, and only streams need it.
@@ -96,7 +100,7 @@ class UpperLayers(nn.Module):
 
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS))
         inject_adapter_in_model(config, self.layers, ADAPTER)
-        self._adapters = [
+        self.adapters = [
             {
                 name.rpartition(".")[2]: module
                 for name, module in layer.named_modules()
@@ -105,15 +109,10 @@ class UpperLayers(nn.Module):
             for layer in self.layers
         ]
         if streams_only:
-            for adapted in self._adapters:
+            for adapted in self.adapters:
                 for projection in adapted.values():
                     # What an adapter reads passes here first.
                     projection.lora_dropout[ADAPTER] = _StreamRows(self._rows)
-
-    @property
-    def adapters(self) -> list[dict[str, Any]]:
-        """Of every layer, the projections with adapters by name: peft's modules."""
-        return self._adapters
 
     def forward(
         self,
@@ -172,11 +171,11 @@ class _RotatedValues(nn.Module):
     Speculative Streaming (arXiv 2402.11131) without stream embeddings.
     """
 
-    def __init__(self, projection: nn.Module, rows: _Rows, *, width: int, head_dim: int, angle: float):
+    def __init__(self, projection: nn.Module, rows: _Rows, *, num_heads: int, head_dim: int, angle: float):
         super().__init__()
         self.projection = projection
         self._rows = rows
-        self._width = width
+        self._width = num_heads * head_dim
         self._head_dim = head_dim
         self._angle = angle
 
@@ -189,20 +188,6 @@ class _RotatedValues(nn.Module):
         cos, sin = angles.cos().to(projected.dtype), angles.sin().to(projected.dtype)
         rotated = torch.cat((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).flatten(-2)
         return torch.cat((projected[..., :split], rotated), dim=-1) if split else rotated
-
-
-def _rotate_values(attention: Any, rows: _Rows, angle: float) -> None:
-    name = "v_proj" if hasattr(attention, "v_proj") else "qkv_proj"
-    heads, head_dim = attention.config.num_key_value_heads, attention.head_dim
-    rotated = _RotatedValues(
-        getattr(attention, name), rows, width=heads * head_dim, head_dim=head_dim, angle=angle
-    )
-    setattr(attention, name, rotated)
-
-
-def rotation_angle(num_streams: int) -> float:
-    """The angle between the values of neighbouring streams; all streams together span a quarter turn."""
-    return math.pi / (2 * num_streams)
 
 
 def _shared_copy(layer: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from drafters.build import build_drafter
 from drafters.config import DrafterConfig
 from drafters.features import FeatureTap
 from drafters.streaming import StreamFrames
-from training.data.batches import make_anchor_batch
+from training.data.batches import Batch, SampledBatch
 
 PROMPT_TOKENS, NEW_TOKENS, NUM_FRAMES = 12, 40, 4
 # Both modes, both types, with and without blanks and a transition.
@@ -100,9 +100,8 @@ def fit(head: StreamFrames, steps: int = 70) -> StreamFrames:
     rows, length = tokens.shape
     positions = torch.arange(PROMPT_TOKENS, length - NUM_FRAMES)
     ends = torch.full((rows,), length)
-    anchors = make_anchor_batch(
-        tokens, ends, positions.expand(rows, -1), num_frames=NUM_FRAMES, num_labels=NUM_FRAMES
-    )
+    batch = Batch(tuple(range(rows)), tokens, torch.ones_like(tokens))
+    anchors = SampledBatch(batch, positions.expand(rows, -1), ends).anchors(NUM_FRAMES, NUM_FRAMES)
     labels = tokens[:, positions.unsqueeze(1) + torch.arange(1, NUM_FRAMES + 1)]
     trained = [p for name, p in head.named_parameters() if not (shared and name.startswith("lora"))]
     optimizer = torch.optim.Adam(trained, lr=0.01)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafters.settings import check_settings, setting
+from drafters.config import setting
 from runtime.core.cli import Parser, directory_name
 from training.head_config import PRESETS, RECOMMENDED, HeadConfig, preset_settings, read_heads
 from training.settings import (
     AUTO,
     LARGEST_SEED,
     MODEL_DTYPES,
-    SelfPromptSettings,
+    PromptSettings,
     TrainingError,
     add_flags,
     flag,
@@ -20,88 +20,60 @@ from training.settings import (
 
 # The values of --save-precision, and the names of torch's types for them.
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
-# The flags in the groups of the help text.
+# The groups of the help text, and the first setting of each.
 GROUPS = {
-    "model and data": (
-        "model",
-        "model_dtype",
-        "device_map",
-        "data",
-        "self_prompts",
-        "prompt_temperature",
-        "prompt_top_p",
-        "max_prompt_tokens",
-        "prompt_systems",
-        "skip_bad_rows",
-        "max_samples",
-        "max_length",
-        "holdout",
-        "data_seed",
-    ),
-    "continuations and features": (
-        "labels",
-        "max_new_tokens",
-        "distill_batch_size",
-        "cache_features",
-        "cache_dir",
-        "target_layer_ids",
-    ),
-    "training": (
-        "steps",
-        "batch_size",
-        "num_anchors",
-        "grad_accumulation",
-        "optimizer",
-        "warmup",
-        "weight_decay",
-        "max_grad_norm",
-        "precision",
-    ),
-    "what is written": (
-        "out",
-        "save_precision",
-        "eval_every",
-        "save_every",
-        "resume",
-        "overwrite",
-        "allow_changed",
-    ),
+    "model and data": "data",
+    "continuations and features": "labels",
+    "training": "steps",
+    "what is written": "out",
 }
 
 
-@dataclass(frozen=True)
-class TrainingConfig(SelfPromptSettings):
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(PromptSettings):
     """Every flag of ``python -m training.train`` except those of the head (``HeadConfig``).
 
     base_model: the name of the target model, if it differs from the name of its directory
     """
 
     model: Path = setting(help="Hugging Face model directory, or a model's name on the hub")
-    out: Path = setting(
-        help="directory of the draft head, or of the heads; OUT.run beside it has checkpoint, logs and cache"
+    model_dtype: str = setting(
+        AUTO,
+        "number format in which the frozen target model is loaded; auto takes bf16 on a GPU for a model that "
+        "is stored in 16 bits, if products are in bf16, and otherwise fp32",
+        choices=(AUTO, *MODEL_DTYPES),
     )
-    data: tuple[Path, ...] = setting(
-        (),
-        "files of conversations, messages, prompts, instructions, questions or text (.jsonl, .json, "
-        ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)",
+    device_map: str | None = setting(
+        None,
+        "spread a target model that is too large for one device over all devices, then memory and disk, by "
+        "accelerate; the heads are on the first device, where balanced_low_0 leaves most room",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
     )
-    heads: tuple[HeadConfig, ...] = (HeadConfig(),)
-    target_layer_ids: tuple[int, ...] | None = setting(
-        None, "decoder layers the heads read (default: early, middle, last)"
-    )
-    labels: str = setting(
-        "distill", "what follows a prompt: the model's own text, or the data's", choices=("distill", "data")
-    )
-    max_new_tokens: int = setting(128, "length of a distilled continuation", minimum=1)
     skip_bad_rows: bool = setting(False, "leave out rows of the data that cannot be used, and count them")
     max_samples: int | None = setting(None, "use at most this many prompts", minimum=1)
     max_length: int = setting(
         1024, "cut sequences to this many tokens; prompts that leave no room are left out", minimum=3
     )
-    distill_batch_size: int = setting(64, "prompts a batch while distilling", minimum=1)
     holdout: float = setting(
         0.02, "share of the sequences kept for evaluation", minimum=0, maximum=1, exclusive=True
     )
+    data_seed: int = setting(
+        0, "of the data's order, the anchors and the hold-out", minimum=0, maximum=LARGEST_SEED
+    )
+
+    labels: str = setting(
+        "distill", "what follows a prompt: the model's own text, or the data's", choices=("distill", "data")
+    )
+    max_new_tokens: int = setting(128, "length of a distilled continuation", minimum=1)
+    distill_batch_size: int = setting(64, "prompts a batch while distilling", minimum=1)
+    cache_features: bool = setting(
+        False, "keep the target model's hidden states of all data in the cache (2 bytes each)"
+    )
+    cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT.run/cache)")
+    target_layer_ids: tuple[int, ...] | None = setting(
+        None, "decoder layers the heads read (default: early, middle, last)"
+    )
+
     steps: int = setting(2000, "optimizer steps", minimum=1)
     batch_size: int = setting(16, "sequences a device and micro step", minimum=1)
     num_anchors: int = setting(48, "anchors a sequence", minimum=1)
@@ -118,39 +90,24 @@ class TrainingConfig(SelfPromptSettings):
         "instructions for it, and otherwise fp32",
         choices=(AUTO, "bf16", "fp32"),
     )
-    model_dtype: str = setting(
-        AUTO,
-        "number format in which the frozen target model is loaded; auto takes bf16 on a GPU for a model that "
-        "is stored in 16 bits, if products are in bf16, and otherwise fp32",
-        choices=(AUTO, *MODEL_DTYPES),
-    )
-    device_map: str | None = setting(
-        None,
-        "spread a target model that is too large for one device over all devices, then memory and disk, by "
-        "accelerate; the heads are on the first device, where balanced_low_0 leaves most room",
-        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+
+    out: Path = setting(
+        help="directory of the draft head, or of the heads; OUT.run beside it has checkpoint, logs and cache"
     )
     save_precision: str = setting(
         "fp32", "number format of the finished heads' weights on disk", choices=tuple(SAVE_DTYPES)
     )
     eval_every: int = setting(200, "steps between evaluations", minimum=1)
     save_every: int = setting(200, "steps between checkpoints", minimum=1)
-    cache_features: bool = setting(
-        False, "keep the target model's hidden states of all data in the cache (2 bytes each)"
-    )
     resume: bool = setting(False, "continue from the checkpoint in OUT.run; without one, begin")
     overwrite: bool = setting(False, "begin anew although OUT holds a head")
     allow_changed: bool = setting(False, "resume although model, data or settings have changed")
-    data_seed: int = setting(
-        0, "of the data's order, the anchors and the hold-out", minimum=0, maximum=LARGEST_SEED
-    )
-    cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT.run/cache)")
+
+    heads: tuple[HeadConfig, ...] = (HeadConfig(),)
     base_model: str = ""
 
     def __post_init__(self) -> None:
-        check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
-        if not (self.data or self.self_prompts):
-            raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        super().__post_init__()
         if not self.out.resolve().name:
             raise TrainingError(f"--out: expected a directory with a name, got {str(self.out)!r}")
         if self.self_prompts and self.labels == "data":
@@ -171,11 +128,6 @@ class TrainingConfig(SelfPromptSettings):
     def has_streams(self) -> bool:
         """Whether a head runs through layers of the target model, as speculative streams do."""
         return any(head.trunk_type.borrows_layers for head in self.heads)
-
-    @property
-    def prompt_seed(self) -> int:
-        """The seed with which self-written prompts are drawn."""
-        return self.data_seed
 
     @property
     def model_name(self) -> str:
@@ -201,8 +153,10 @@ class TrainingConfig(SelfPromptSettings):
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """The configuration that flags describe. ``--heads`` replaces the flags of a single head."""
     parser = Parser("train", "training.train", description)
-    for title, names in GROUPS.items():
-        add_flags(parser.add_argument_group(title), TrainingConfig, names=names)
+    names = [field.name for field in flag_fields(TrainingConfig)]
+    starts = [names.index(first) for first in GROUPS.values()]
+    for title, start, end in zip(GROUPS, starts, [*starts[1:], None], strict=True):
+        add_flags(parser.add_argument_group(title), TrainingConfig, names=names[start:end])
     group = parser.add_argument_group("the head")
     group.add_argument(
         "--heads", type=Path, help="TOML file with a [[head]] table each: train several at once"

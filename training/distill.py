@@ -23,6 +23,7 @@ import sys
 
 from runtime.core.cli import Parser, exit_status
 from training.data.answers import answers_report, open_answers, read_prompts
+from training.data.self_prompts import check_seed
 from training.settings import DistillConfig, TrainingError, add_flags, parse_flags
 
 
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 def distill(argv: list[str] | None) -> int:
     """Ask for the missing answers. Returns 0 if every prompt is answered, otherwise 1. Raises UserError."""
     config = parse_config(argv)
+    if config.self_prompts:
+        check_seed(config.prompts_path, config.seed)
     if config.base_url is None:
         from training.data.local_answers import answer_prompts  # Imports torch, which takes seconds.
 
@@ -62,8 +65,7 @@ def distill(argv: list[str] | None) -> int:
             f"{run.failures[0]}; run the same command again to ask for them again",
             file=sys.stderr,
         )
-    print(f"wrote {config.out}: {len(prompts) - len(run.failures)} of {len(prompts)} prompts answered")
-    print(answers_report(config.out))
+    print(answers_report(config.out, len(prompts) - len(run.failures), of=len(prompts)))
     return 1 if run.failures else 0
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from drafters.config import HeadSettings
+from drafters.config import HeadSettings, setting
 from drafters.head_types import HEAD_TYPES
-from drafters.settings import setting
 from training.settings import LARGEST_SEED, TrainingError, flag
 
 # The names of ``LOSSES`` in ``training.head_set``, which imports torch and so cannot be imported here.
@@ -130,7 +129,10 @@ def _head(where: str, table: dict[str, Any]) -> HeadConfig:
     return HeadConfig(**values)
 
 
+# What the presets of block heads share.
+BLOCK = {"drafter_type": "block", "num_frames": 8, "soft_labels": 0.5}
 RECOMMENDED = "ctc"
+# Labels are as many as the number of frames gives, see ``HeadConfig``.
 PRESETS: dict[str, dict[str, Any]] = {
     # The best of the tables in docs/methods.md: frames that start from anchor and context, an MLP transition,
     # two spare frames, and the target model's own distribution as half of the targets.
@@ -138,70 +140,39 @@ PRESETS: dict[str, dict[str, Any]] = {
         "drafter_type": "ctc",
         "frame_start": "fused",
         "num_frames": 12,
-        "num_labels": 10,
         "transition": "mlp",
         "soft_labels": 0.5,
     },
     # CTC-drafter as published (arXiv 2412.00061): CTC loss and independent frames.
-    "paper": {"drafter_type": "ctc", "loss": "ctc", "num_frames": 8, "num_labels": 6},
+    "paper": {"drafter_type": "ctc", "loss": "ctc", "num_frames": 8},
     # arXiv 2401.10774: four heads with LM heads of their own.
-    "medusa": {"drafter_type": "medusa", "num_frames": 4, "num_labels": 4, "own_lm_head": True},
+    "medusa": {"drafter_type": "medusa", "num_frames": 4, "own_lm_head": True},
     # arXiv 2402.05109, and Hydra++ of the same paper.
-    "hydra": {"drafter_type": "hydra", "num_frames": 4, "num_labels": 4},
+    "hydra": {"drafter_type": "hydra", "num_frames": 4},
     "hydra-pp": {
         "drafter_type": "hydra",
         "num_frames": 4,
-        "num_labels": 4,
         "num_layers": 1,
         "head_depth": 4,
         "soft_labels": 1.0,
     },
     # EAGLE-3 style, arXiv 2503.01840.
-    "eagle": {"drafter_type": "eagle", "num_frames": 7, "num_labels": 7, "soft_labels": 1.0},
+    "eagle": {"drafter_type": "eagle", "num_frames": 7, "soft_labels": 1.0},
     # DFlash style, arXiv 2602.06036; DSpark style, 2607.05147; TreeFlash style, 2606.03819.
-    "block": {"drafter_type": "block", "num_frames": 8, "num_labels": 8, "soft_labels": 0.5},
-    "block-markov": {
-        "drafter_type": "block",
-        "num_frames": 8,
-        "num_labels": 8,
-        "transition": "markov",
-        "soft_labels": 0.5,
-    },
+    "block": BLOCK,
+    "block-markov": BLOCK | {"transition": "markov"},
     # Exactly DSpark's form, which other engines load without a plug-in.
-    "dspark": {
-        "drafter_type": "block",
-        "trunk": "dspark",
-        "num_frames": 8,
-        "num_labels": 8,
-        "transition": "markov",
-        "soft_labels": 0.5,
-    },
+    "dspark": BLOCK | {"trunk": "dspark", "transition": "markov"},
     # Exactly DFlash's form: the first frame is the anchor's, and says nothing.
-    "dflash": {
-        "drafter_type": "block",
-        "trunk": "dflash",
-        "num_frames": 9,
-        "num_labels": 9,
-        "soft_labels": 0.5,
-    },
-    "block-mlp": {
-        "drafter_type": "block",
-        "num_frames": 8,
-        "num_labels": 8,
-        "transition": "mlp",
-        "soft_labels": 0.5,
-    },
+    "dflash": BLOCK | {"trunk": "dflash", "num_frames": 9},
+    "block-mlp": BLOCK | {"transition": "mlp"},
 }
 
 
 def preset_settings(preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a head that flags describe: those of a preset, replaced by what was ``given``.
-
-    preset: a name of PRESETS; None for the recommended settings of a ctc head, as far as its trunk supports
-        them
-    """
+    """The settings of a head that flags describe: those of a preset and what was ``given``."""
     if preset is not None:
-        return PRESETS[preset] | _dependent(PRESETS[preset], given) | given
+        return PRESETS[preset] | given
     if given.get("drafter_type", RECOMMENDED) != RECOMMENDED:
         return given
     trunk = HEAD_TYPES[RECOMMENDED].trunks.get(given.get("trunk", ""))
@@ -211,10 +182,4 @@ def preset_settings(preset: str | None, given: dict[str, Any]) -> dict[str, Any]
     settings = PRESETS[RECOMMENDED]
     if trunk is not None and not trunk.fused_start:
         settings = {name: value for name, value in settings.items() if name != "frame_start"}
-    return settings | _dependent(settings, given) | given
-
-
-def _dependent(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are derived anew: with another number of frames, the number of labels follows from it."""
-    changes = given.get("num_frames", settings["num_frames"]) != settings["num_frames"]
-    return {"num_labels": None} if changes else {}
+    return settings | given

@@ -23,9 +23,16 @@ from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from training.data.batches import AnchorBatch, SampledBatch, select_layers
 from training.head_config import HeadConfig
-from training.losses.ctc import Loss, Scores, cross_entropy_loss, ctc_loss, prefix_ctc_loss
-from training.losses.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
-from training.losses.streams import frames_and_auxiliary_loss, streams_loss
+from training.losses import (
+    Loss,
+    Scores,
+    cross_entropy_loss,
+    ctc_loss,
+    frames_and_auxiliary_loss,
+    prefix_ctc_loss,
+    streams_loss,
+)
+from training.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
 
 # The trees of a parallel head in an evaluation: their nodes, and the labels of a frame that the search reads.
 # They are the defaults of an exported head.

@@ -1,19 +1,15 @@
-"""What the settings of training and distillation share, and the settings of ``ctc distill``.
-
-A setting is declared once, as a dataclass field with a help text and limits (``drafters.settings``). Its
-command line flag is made of the declaration.
-"""
+"""What the settings of training and distillation share, and the settings of ``ctc distill``."""
 
 import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from drafters.settings import check_settings, setting
+from drafters.config import check_settings, setting
 from runtime.core.cli import directory_name
 from runtime.core.errors import UserError
 
@@ -29,9 +25,14 @@ class TrainingError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfPromptSettings:
-    """The settings of prompts that a model writes itself, which training and ``ctc distill`` share."""
+class PromptSettings:
+    """The prompts, from data or written by the model, for training and ``ctc distill``."""
 
+    data: tuple[Path, ...] = setting(
+        (),
+        "files of conversations, messages, prompts, instructions, questions or text (.jsonl, .json, "
+        ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)",
+    )
     self_prompts: int | None = setting(
         None, "let the model write this many prompts itself, beside or in place of --data", minimum=1
     )
@@ -51,10 +52,10 @@ class SelfPromptSettings:
         "writes, such as code; the answers do not see them (default: the template's own)",
     )
 
-    @property
-    def prompt_seed(self) -> int:
-        """The seed with which self-written prompts are drawn."""
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
+        if not (self.data or self.self_prompts):
+            raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
 
 
 def flag(name: str) -> str:
@@ -75,27 +76,26 @@ def add_flags(
     optional: bool = False,
     instead: tuple[str, dict[str, Any]] = ("", {}),
 ) -> None:
-    """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None.
+    """Add a flag for every setting of a dataclass, beginning with those that must be given.
 
-    names: the settings to add, in this order; None adds all, beginning with those that must be given
+    names: the settings to add; None adds all
+    optional: whether a flag that is not given is None
     instead: the case in which other defaults hold, in words, and these defaults; for the help text
     """
-    fields = {field.name: field for field in flag_fields(settings)}
-    if names is None:
-        names = sorted(fields, key=lambda name: fields[name].default is not dataclasses.MISSING)
-    for declared in (fields[name] for name in names):
-        required = declared.default is dataclasses.MISSING and not optional
-        help_text, options = declared.metadata["help"], _value_options(declared.type)
-        if declared.metadata["choices"]:
-            help_text += f": {', '.join(declared.metadata['choices'])}"
-        if not (required or declared.default in (None, False, ())):
-            also = f", {instead[0]} {instead[1][declared.name]}" if declared.name in instead[1] else ""
-            help_text += f" (default {declared.default}{also})"
+    declared = [field for field in flag_fields(settings) if names is None or field.name in names]
+    for field in sorted(declared, key=lambda field: field.default is not dataclasses.MISSING):
+        required = field.default is dataclasses.MISSING and not optional
+        help_text, options = field.metadata["help"], _value_options(field.type)
+        if field.metadata["choices"]:
+            help_text += f": {', '.join(field.metadata['choices'])}"
+        if not (required or field.default in (None, False, ())):
+            also = f", {instead[0]} {instead[1][field.name]}" if field.name in instead[1] else ""
+            help_text += f" (default {field.default}{also})"
         if required:
             options["required"] = True
         else:
-            options["default"] = None if optional else declared.default
-        parser.add_argument(flag(declared.name), help=help_text, **options)
+            options["default"] = None if optional else field.default
+        parser.add_argument(flag(field.name), help=help_text, **options)
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
@@ -105,21 +105,17 @@ def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict
 
 
 def _value_options(kind: Any) -> dict[str, Any]:
-    """The options with which argparse reads a value of this type."""
-    if _plain_type(kind) is bool:
+    """The options with which argparse reads a value of this type, such as ``tuple[Path, ...] | None``."""
+    plain = kind
+    while get_args(plain):
+        plain = get_args(plain)[0]
+    if plain is bool:
         return {"action": "store_true"}
-    return {"type": _plain_type(kind)} | ({"nargs": "+"} if "tuple" in str(kind) else {})
+    return {"type": plain} | ({"nargs": "+"} if "tuple" in str(kind) else {})
 
 
-def _plain_type(kind: Any) -> Any:
-    """The type without ``tuple`` and ``None``. Example: ``tuple[Path, ...] | None`` -> ``Path``."""
-    while get_args(kind):
-        kind = get_args(kind)[0]
-    return kind
-
-
-@dataclass(frozen=True)
-class DistillConfig(SelfPromptSettings):
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(PromptSettings):
     """Every flag of ``python -m training.distill``."""
 
     model: str = setting(
@@ -127,7 +123,6 @@ class DistillConfig(SelfPromptSettings):
         "server gives it"
     )
     out: Path = setting(help="jsonl file of the answers; what it holds is not asked again")
-    data: tuple[Path, ...] = setting((), "jsonl files, as training.train reads them")
     seed: int = setting(
         0, "of self-written prompts; a server may not heed it", minimum=0, maximum=LARGEST_SEED
     )
@@ -155,12 +150,10 @@ class DistillConfig(SelfPromptSettings):
     api_key_env: str | None = setting(
         None, "environment variable with the API key (default OPENAI_API_KEY, if set)"
     )
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
-        if not (self.data or self.self_prompts):
-            raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        super().__post_init__()
         if self.prompt_systems and not self.self_prompts:
             raise TrainingError("--prompt-systems: is for --self-prompts N, which is missing")
         if self.self_prompts and self.base_url and self.chat_template is None:
@@ -204,11 +197,6 @@ class DistillConfig(SelfPromptSettings):
     def prompts_path(self) -> Path:
         """The file that keeps self-written prompts until they are answered."""
         return self.out.with_name(f"{self.out.stem}.prompts.jsonl")
-
-    @property
-    def prompt_seed(self) -> int:
-        """The seed with which self-written prompts are drawn."""
-        return self.seed
 
     @property
     def model_name(self) -> str:

@@ -12,12 +12,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drafters.checkpoints.stored import Codes, StoredTensor
 from drafters.target_models import TargetModelError
-
-if TYPE_CHECKING:
-    from drafters.checkpoints.stored import StoredTensor
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -69,14 +67,13 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def read(self, name: str) -> Any:
-        """A tensor in float32, as a numpy array. Raises KeyError."""
+    def read(self, name: str, rows: int | None = None) -> Any:
+        """A tensor or its first rows in float32, as a numpy array. Raises KeyError."""
         import gguf
 
         tensor = self.tensors[name]
         kind = gguf.GGMLQuantizationType[tensor.form]
-        found = gguf.quants.dequantize(self.blocks(name), kind)
-        return found.reshape(tensor.shape)
+        return gguf.quants.dequantize(self.blocks(name, rows), kind).reshape(-1, *tensor.shape[1:])
 
     def blocks(self, name: str, rows: int | None = None) -> Any:
         """The bytes of a tensor or of its first rows, as a numpy array [rows, bytes of a row]."""
@@ -297,10 +294,8 @@ def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Any:
     return 1 / ((1 - share) / rope["factor"] + share)
 
 
-def stored_tensors(header: GgufHeader) -> list["StoredTensor"]:
+def stored_tensors(header: GgufHeader) -> list[StoredTensor]:
     """The quantised matrices of a file; those of experts have all experts' rows."""
-    from drafters.checkpoints.stored import StoredTensor
-
     return [
         StoredTensor(tensor.form, functools.partial(_read, header, name))
         for name, tensor in header.tensors.items()
@@ -312,8 +307,6 @@ def _read(header: GgufHeader, name: str) -> Any:
     """Codes of Q8_0 and Q4_0, which have no minima; other forms in float32."""
     import numpy as np
     import torch
-
-    from drafters.checkpoints.stored import Codes
 
     tensor = header.tensors[name]
     rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
@@ -335,11 +328,9 @@ def digest_tensors(header: GgufHeader, rows: int) -> tuple[Any, Any] | None:
 
     None for a file without them, and for Gemma, of which llama.cpp stores other norms than Transformers has.
     """
-    import gguf
     import torch
 
     if not {EMBEDDING, NORM} <= header.tensors.keys() or "gemma" in header.metadata[ARCHITECTURE]:
         return None
-    kind = gguf.GGMLQuantizationType[header.tensors[EMBEDDING].form]
-    table = gguf.quants.dequantize(header.blocks(EMBEDDING, rows), kind)
-    return torch.from_numpy(header.read(NORM).copy()), torch.from_numpy(table.copy())
+    norm, table = header.read(NORM), header.read(EMBEDDING, rows)
+    return torch.from_numpy(norm.copy()), torch.from_numpy(table.copy())

@@ -36,9 +36,16 @@ LOGGER = logging.getLogger(__name__)
 
 
 def load_config(model: Path) -> Any:
+    """``read_config``; raises TargetModelError also for a model that cannot be represented exactly."""
+    config = read_config(model)
+    check_target_model(config)
+    return config
+
+
+def read_config(model: Path) -> Any:
     """The configuration, as of a model with float weights.
 
-    Raises TargetModelError for a model that is not supported, and what Transformers raises.
+    Raises TargetModelError for files that are not supported, and what Transformers raises.
     """
     from transformers import AutoConfig
 
@@ -50,15 +57,15 @@ def load_config(model: Path) -> Any:
             config.rope_parameters = rope
         for field, value in other_settings(header, config).items():
             setattr(config, field, value)
-        _forget_quantisation(config)
     else:
         settings = read_settings(model)
         if settings:
             check_settings(settings)
         _check_generation_config(model / GENERATION_CONFIG)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        _forget_quantisation(config)
-    check_target_model(config)
+    for name in (FIELD, OLD_FIELD):
+        if hasattr(config, name):
+            delattr(config, name)
     return config
 
 
@@ -141,12 +148,6 @@ def _check_generation_config(path: Path) -> None:
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise TargetModelError(f"{path}: eos_token_id: expected a token's number or several, got {found!r}")
-
-
-def _forget_quantisation(config: Any) -> None:
-    for field in (FIELD, OLD_FIELD):
-        if hasattr(config, field):
-            delattr(config, field)
 
 
 def _load_gguf(path: Path, config: Any, dtype: Any) -> Any:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from drafters.checkpoints.stored import Codes, StoredTensor
-from drafters.checkpoints.weight_files import weight_files
+from drafters.checkpoints.stored import Codes, StoredTensor, TensorFiles
 from drafters.target_models import TargetModelError
 
 FIELD = "quantization_config"
@@ -38,25 +36,6 @@ UNUSED = (
     ".q_scale",
     ".output_scale",
 )
-
-
-class TensorFiles:
-    """The tensors of a directory's weights by name; each is read when it is asked for."""
-
-    def __init__(self, directory: Path):
-        self._places: dict[str, Path] = {}
-        for path in weight_files(directory):
-            with safe_open(path, framework="pt") as file:
-                self._places |= dict.fromkeys(file.keys(), path)
-
-    def names(self) -> set[str]:
-        return set(self._places)
-
-    def read(self, name: str) -> Tensor:
-        """Raises KeyError."""
-        with safe_open(self._places[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -93,20 +72,16 @@ class Format:
     read: Callable[[Layer, Mapping[str, Any]], Codes | Tensor]
 
 
-def settings_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The settings of quantisation in a model's ``config.json``; None for float weights.
+def read_settings(directory: Path) -> Mapping[str, Any] | None:
+    """The settings of quantisation in a directory's ``config.json``; None for float weights.
 
     Raises TargetModelError for what is no object.
     """
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     found = values.get(FIELD) or values.get(OLD_FIELD) or None
     if found is not None and not isinstance(found, dict):
         raise TargetModelError(f"{FIELD}: expected an object, got {found!r:.60}")
     return found
-
-
-def read_settings(directory: Path) -> Mapping[str, Any] | None:
-    """``settings_of`` a directory's ``config.json``."""
-    return settings_of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -235,23 +210,15 @@ def _check_compressed(settings: Mapping[str, Any]) -> None:
             raise TargetModelError(f"{FIELD}.{field}: expected none, got {value}")
 
 
-def _weight_bits(settings: Mapping[str, Any]) -> int:
-    group = next(iter(settings["config_groups"].values()))
-    bits: int = group["weights"]["num_bits"]
-    return bits
-
-
-def _block_structure(settings: Mapping[str, Any]) -> Sequence[int] | None:
-    """Rows and columns of the blocks that share a scale; None if no group has blocks."""
-    groups = settings["config_groups"].values()
-    found: list[Any] = [group["weights"].get("block_structure") for group in groups]
-    return next((block for block in found if block), None)
+def _group_weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How the weights of every group of layers are quantised."""
+    return [group["weights"] for group in settings["config_groups"].values()]
 
 
 def _compressed_kind(settings: Mapping[str, Any]) -> str:
-    group = next(iter(settings["config_groups"].values()))["weights"]
-    number = "fp" if group.get("type") == "float" else "int"
-    return f"compressed-tensors {number}{group['num_bits']}"
+    first = _group_weights(settings)[0]
+    number = "fp" if first.get("type") == "float" else "int"
+    return f"compressed-tensors {number}{first['num_bits']}"
 
 
 def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
@@ -259,7 +226,7 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
     scales = layer("weight_scale").float()
     packed = layer.has("weight_packed")
     if packed:
-        bits = _weight_bits(settings)
+        bits: int = _group_weights(settings)[0]["num_bits"]
         rows, width = layer("weight_shape").tolist()
         # Half the range is added to codes and zero points alike.
         half = 2 ** (bits - 1)
@@ -267,7 +234,8 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
     else:
         codes = layer("weight")
         rows, width = codes.shape
-    block = _block_structure(settings)
+    # Rows and columns of the blocks that share a scale; None if no group has blocks.
+    block = next(filter(None, (group.get("block_structure") for group in _group_weights(settings))), None)
     scales = _by_row(scales, rows, width, block)
     if layer.has("weight_zero_point"):
         zeros = layer("weight_zero_point")

@@ -15,8 +15,8 @@ from drafters.build import build_drafter, load_drafter
 from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from drafters.lattice import chain_search, lattice_tensors
 from drafters.layers import scaled_dot_product
-from training.losses.ctc import DECAY, cross_entropy_loss
-from training.losses.scores import Targets, parallel_scores
+from training.losses import DECAY, cross_entropy_loss
+from training.scores import Targets, parallel_scores
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 12
 # What is computed in two ways is computed in float64: in float32, sums in another order differ by amounts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drafters.settings import check_settings, setting
+from drafters.config import check_settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ def test_values_within_their_limits(values: dict[str, Any]) -> None:
         ({"colour": "green"}, "colour: must be one of red, blue, got 'green'"),
         ({"count": -1}, "count: must be at least 0, got -1"),
         ({"share": 1.5}, "share: must be between 0 and 1, got 1.5"),
-        ({"rate": 0.0}, "rate: must be between 0 and 1, got 0.0"),
-        ({"rate": 1}, "rate: must be between 0 and 1, got 1"),
-        ({"rate": math.nan}, "rate: must be between 0 and 1, got nan"),
+        ({"rate": 0.0}, "rate: must be more than 0 and less than 1, got 0.0"),
+        ({"rate": 1}, "rate: must be more than 0 and less than 1, got 1"),
+        ({"rate": math.nan}, "rate: must be more than 0 and less than 1, got nan"),
         ({"seconds": 0}, "seconds: must be more than 0, got 0"),
         ({"seconds": math.nan}, "seconds: must be more than 0, got nan"),
     ],

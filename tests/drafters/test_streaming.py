@@ -20,7 +20,7 @@ from drafters.streaming import StreamFrames
 from drafters.target_models import layer_types, sliding_window, weights_digest
 from drafters.upper_layers import text_masks
 from tests.export.conftest import CASES, SIZES
-from training.data.batches import AnchorBatch, make_anchor_batch
+from training.data.batches import AnchorBatch, Batch, SampledBatch
 
 VOCAB_SIZE, HIDDEN, LAYERS, UPPER, FRAMES, LENGTH = 60, 64, 3, 2, 3, 16
 ANCHORS = [2, 9, 14]
@@ -102,7 +102,8 @@ def features_of(model: Any, layer: int = LAYERS - UPPER - 1) -> Tensor:
 def anchors_at(positions: list[int], frames: int = FRAMES) -> AnchorBatch:
     ends = torch.full((2,), LENGTH)
     at = torch.tensor([positions, positions])
-    return make_anchor_batch(INPUT_IDS, ends, at, num_frames=frames, num_labels=1)
+    batch = Batch((0, 1), INPUT_IDS, torch.ones_like(INPUT_IDS))
+    return SampledBatch(batch, at, ends).anchors(frames, 1)
 
 
 @torch.no_grad()

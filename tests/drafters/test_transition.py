@@ -1,4 +1,4 @@
-"""The transition's own arithmetic; tests/training/losses/test_scores.py has what heads make of it."""
+"""The transition's own arithmetic; tests/training/test_scores.py has what heads make of it."""
 
 from typing import Any
 

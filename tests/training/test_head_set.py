@@ -20,11 +20,11 @@ from drafters.target_models import last_layer_logits
 from training.config import TrainingConfig
 from training.data.batches import Batch, BatchSampler, LiveFeatures, SampledBatch
 from training.data.sequences import Sequences
+from training.fresh_heads import make_head, warm_start
 from training.head_config import HeadConfig
 from training.head_set import HeadSet
 from training.loop.optimizers import make_optimizers, set_learning_rate
-from training.losses.ctc import DECAY
-from training.model.fresh_heads import make_head, warm_start
+from training.losses import DECAY
 from training.settings import TrainingError
 
 # float32 sums in another order.
@@ -192,7 +192,7 @@ def test_heads_do_not_see_each_other(
 
 
 def make_config(heads: tuple[HeadConfig, ...], **settings: Any) -> TrainingConfig:
-    return TrainingConfig(Path("m"), Path("o"), (Path("d"),), heads, **settings)
+    return TrainingConfig(model=Path("m"), out=Path("o"), data=(Path("d"),), heads=heads, **settings)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
         Path("o"),
     )
     assert dataclasses.replace(config, model=Path("m")) == TrainingConfig(
-        config.model, config.out, config.data, config.heads
+        model=config.model, out=config.out, data=config.data, heads=config.heads
     )
 
 
@@ -256,8 +256,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
         ),
         ({"soft_labels": 1.5}, r"soft-labels: must be between 0 and 1, got 1\.5"),
         ({"soft_labels": -0.5}, r"soft-labels: must be between 0 and 1, got -0\.5"),
-        ({"learning_rate": 0.0}, r"learning-rate: must be between 0 and 1, got 0\.0"),
-        ({"learning_rate": 1.0}, r"learning-rate: must be between 0 and 1, got 1\.0"),
+        ({"learning_rate": 0.0}, r"learning-rate: must be more than 0 and less than 1, got 0\.0"),
+        ({"learning_rate": 1.0}, r"learning-rate: must be more than 0 and less than 1, got 1\.0"),
     ],
 )
 def test_a_bad_setting_is_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -25,10 +25,10 @@ from runtime.core.system import locked_directory
 from training import train
 from training.config import TrainingConfig
 from training.data.sequences import Sequences
+from training.fresh_heads import adapters_from_the_top
 from training.head_set import HeadSet
 from training.loop import evaluation, run, start, writer
 from training.loop.evaluation import Evaluation, fit_calibration
-from training.model.fresh_heads import adapters_from_the_top
 from training.settings import TrainingError
 
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,
@@ -601,7 +601,7 @@ def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
         ({"precision": "fp16"}, "--precision: must be one of auto, bf16, fp32"),
         ({"save_precision": "bf16"}, "--save-precision: must be one of fp32, fp16, int8"),
-        ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
+        ({"holdout": 1.0}, "--holdout: must be more than 0 and less than 1"),
         ({"steps": 0}, "--steps: must be at least 1, got 0"),
         ({"num_frames": -1}, "--num-frames: must be at least 1, got -1"),
         ({"model": "no-such-model"}, "--model: no-such-model has no config.json"),
@@ -867,7 +867,9 @@ def test_answers_that_cannot_follow_their_prompts_are_counted(
 def test_data_sets_of_the_hub_have_their_whole_names(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").touch()
     config = TrainingConfig(
-        Path("m"), Path("o"), (Path("a/x:train"), Path("b/x:train"), tmp_path / "x.jsonl")
+        model=Path("m"),
+        out=Path("o"),
+        data=(Path("a/x:train"), Path("b/x:train"), tmp_path / "x.jsonl"),
     )
     names = ["a/x:train", "b/x:train", "x.jsonl"]
     assert [name for name, _ in start.run_settings(config, "0" * 64, None)["data"]] == names

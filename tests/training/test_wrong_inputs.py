@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from training import train
 
@@ -31,6 +33,12 @@ def place(tiny_model_dir: Path, tmp_path: Path) -> Path:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model.safetensors").touch()
     (tmp_path / "other/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "misfit").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "misfit/model.safetensors")
+    (tmp_path / "misfit/config.json").write_text('{"drafter_type": "ctc"}')
+    (tmp_path / "cut.run/checkpoint").mkdir(parents=True)
+    (tmp_path / "cut.run/checkpoint/state.json").write_text("{}")
+    (tmp_path / "cut.run/checkpoint/state.safetensors").write_bytes(bytes(8))
     (tmp_path / "occupied.run").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "old/checkpoint").mkdir(parents=True)
@@ -85,9 +93,9 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--self-prompts 2 --prompt-top-p 0", "--prompt-top-p: must be between 0.001 and 1, got 0.0"),
         ("--max-length 2", "--max-length: must be at least 3, got 2"),
         ("--max-samples 0", "--max-samples: must be at least 1, got 0"),
-        ("--learning-rate 2", "--learning-rate: must be between 0 and 1, got 2.0"),
-        ("--learning-rate nan", "--learning-rate: must be between 0 and 1, got nan"),
-        ("--holdout 0", "--holdout: must be between 0 and 1, got 0.0"),
+        ("--learning-rate 2", "--learning-rate: must be more than 0 and less than 1, got 2.0"),
+        ("--learning-rate nan", "--learning-rate: must be more than 0 and less than 1, got nan"),
+        ("--holdout 0", "--holdout: must be more than 0 and less than 1, got 0.0"),
         ("--out /", "--out: expected a directory with a name, got '/'"),
         ("--seed 4294967296", "--seed: must be between 0 and 4294967295, got 4294967296"),
         ("--out {place}/text.txt", "--out: {place}/text.txt is a file; expected a directory"),
@@ -113,11 +121,13 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
             "--init-from {place}/other",
             "--init-from: {place}/other/config.json is no draft head's; expected a dra",
         ),
+        ("--out {place}/cut --resume", "--resume: {place}/cut.run/checkpoint is damaged ("),
         ("--cache-dir {place}/text.txt", "--cache-dir: {place}/text.txt is a file; expected a directory"),
         ("--heads {place}/text.txt", "--heads: {place}/text.txt is not valid TOML"),
         ("--heads {place}/empty", "--heads: {place}/empty cannot be read: Is a directory"),
         # From here on the configuration and the tokenizer are loaded.
         ("--target-layer-ids 7", "target_layer_ids must be distinct, ascending decoder layers below 2"),
+        ("--init-from {place}/misfit", "--init-from: no weight of {place}/misfit fits this head"),
         ("--num-candidates 300", "num_candidates must be at most vocab_size 258"),
         ("--max-length 3", "--max-length: every prompt is longer than 1 tokens"),
         ("--max-samples 1", "--data: no sequence with a continuation is left for training; at least two"),

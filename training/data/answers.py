@@ -25,10 +25,7 @@ class Prompt:
     body: dict[str, Any]
 
     def row(self, text: str, reason: str | None, *, verbatim: bool) -> dict[str, Any]:
-        """The prompt with its answer, as ``training.data.conversations`` reads it.
-
-        verbatim: whether the text follows the prompt to the letter, white space included
-        """
+        """The prompt with its answer as a row of data; ``verbatim``: whether it follows to the letter."""
         if "prompt" in self.body:
             return {"finish_reason": reason, **self.body, "completion": text, "raw": True}
         # Earlier answers are from the data. The model did not write them, so they are context and not
@@ -95,8 +92,8 @@ def open_answers(config: DistillConfig, model: str | None = None) -> Iterator[tu
         yield answers, answered
 
 
-def answers_report(path: Path) -> str:
-    """A line about the answers in a file of ``open_answers``: how many are cut off or repeat themselves."""
+def answers_report(path: Path, num_answered: int, *, of: int) -> str:
+    """Lines about a file of ``open_answers``: how many prompts have answers, and of what kind they are."""
     num_answers = num_cut = num_repeating = 0
     with path.open(encoding="utf-8") as stream:
         for row in map(json.loads, stream):
@@ -105,6 +102,7 @@ def answers_report(path: Path) -> str:
             num_cut += row["finish_reason"] == "length"
             num_repeating += repeats_itself(text)
     return (
+        f"wrote {path}: {num_answered} of {of} prompts answered\n"
         f"of {num_answers:,} answers {num_cut:,} reach --max-new-tokens, and {num_repeating:,} repeat "
         "themselves"
     )

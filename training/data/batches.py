@@ -12,10 +12,11 @@ bfloat16 file saves its forward pass in every epoch after the first.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -63,32 +64,6 @@ def draw_anchors(starts: Tensor, ends: Tensor, count: int, generator: torch.Gene
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 
 
-def make_anchor_batch(
-    input_ids: Tensor, ends: Tensor, positions: Tensor, *, num_frames: int, num_labels: int
-) -> AnchorBatch:
-    """The inputs and targets of the anchors at ``positions``.
-
-    input_ids [B, S]; ends [B]: length of each sequence; positions [B, M], -1 for no anchor.
-    """
-    batch, length = input_ids.shape
-    anchors = positions.clamp(min=0)
-    steps = torch.arange(1, num_labels + 1, device=input_ids.device)
-    at = anchors.unsqueeze(-1) + steps  # [B, M, U]
-    lengths = (ends.unsqueeze(1) - 1 - anchors).clamp(0, num_labels)
-    lengths = lengths.masked_fill(positions < 0, 0)
-    targets = input_ids.gather(1, at.clamp(max=length - 1).flatten(1)).view_as(at)
-
-    frames = torch.arange(num_frames, device=input_ids.device)
-    frame_positions = (anchors.unsqueeze(-1) + frames).flatten(1)  # [B, M*T]
-    owner = torch.arange(positions.shape[1], device=input_ids.device).repeat_interleave(num_frames)
-    context = torch.arange(length, device=input_ids.device)
-    # A frame sees the context before its anchor, and the frames of the same anchor.
-    sees_context = context < anchors.repeat_interleave(num_frames, dim=1).unsqueeze(-1)
-    sees_frames = (owner.unsqueeze(1) == owner).expand(batch, -1, -1)
-    mask = torch.cat((sees_context, sees_frames), dim=-1).unsqueeze(1)
-    return AnchorBatch(input_ids.gather(1, anchors), frame_positions, mask, targets, lengths)
-
-
 @dataclass(frozen=True)
 class Batch:
     """The sequences ``indices`` of the data: input_ids [B, S] right-padded, attention_mask [B, S] int64."""
@@ -120,34 +95,41 @@ class SampledBatch:
 
     def anchors(self, num_frames: int, num_labels: int) -> AnchorBatch:
         """The inputs and targets of the anchors for a head of ``num_frames`` frames."""
-        return make_anchor_batch(
-            self.batch.input_ids, self.ends, self.positions, num_frames=num_frames, num_labels=num_labels
-        )
+        input_ids, device = self.batch.input_ids, self.batch.input_ids.device
+        batch, length = input_ids.shape
+        anchors = self.positions.clamp(min=0)
+        at = anchors.unsqueeze(-1) + torch.arange(1, num_labels + 1, device=device)  # [B, M, U]
+        lengths = (self.ends.unsqueeze(1) - 1 - anchors).clamp(0, num_labels)
+        lengths = lengths.masked_fill(self.positions < 0, 0)
+        targets = input_ids.gather(1, at.clamp(max=length - 1).flatten(1)).view_as(at)
+
+        frames = torch.arange(num_frames, device=device)
+        frame_positions = (anchors.unsqueeze(-1) + frames).flatten(1)  # [B, M*T]
+        owner = torch.arange(anchors.shape[1], device=device).repeat_interleave(num_frames)
+        context = torch.arange(length, device=device)
+        # A frame sees the context before its anchor, and the frames of the same anchor.
+        sees_context = context < anchors.repeat_interleave(num_frames, dim=1).unsqueeze(-1)
+        sees_frames = (owner.unsqueeze(1) == owner).expand(batch, -1, -1)
+        mask = torch.cat((sees_context, sees_frames), dim=-1).unsqueeze(1)
+        return AnchorBatch(input_ids.gather(1, anchors), frame_positions, mask, targets, lengths)
 
     def to(self, device: torch.device) -> "SampledBatch":
         return SampledBatch(self.batch.to(device), self.positions.to(device), self.ends.to(device))
 
 
+@dataclass
 class BatchSampler:
-    """Batches of sequences with anchors drawn in their continuations."""
+    """Batches of the sequences ``indices``, with anchors drawn in their continuations."""
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        indices: NDArray[np.int64],
-        *,
-        batch_size: int,
-        num_anchors: int,
-        max_length: int,
-        seed: int,
-    ):
-        self.sequences = sequences
-        self.indices = indices
-        self.batch_size = batch_size
-        self.num_anchors = num_anchors
-        self.max_length = max_length
-        self.seed = seed
-        self._epoch, self._order = -1, indices
+    sequences: Sequences
+    indices: NDArray[np.int64]
+    _: KW_ONLY
+    batch_size: int
+    num_anchors: int
+    max_length: int
+    seed: int
+    _epoch: int = -1
+    _order: NDArray[np.int64] = field(init=False)
 
     def batch(self, number: int) -> SampledBatch:
         """The batch with this number; numbers are counted over the whole run."""
@@ -205,10 +187,8 @@ def all_anchors(sequences: Sequences, indices: list[int], max_length: int) -> Sa
     return SampledBatch(batch, positions, ends)
 
 
-class FeatureSource(Protocol):
-    """Computes the features [B, S, F*H] of a batch. After a sequence, they are finite but meaningless."""
-
-    def __call__(self, batch: Batch) -> Tensor: ...
+# Computes the features [B, S, F*H] of a batch. After a sequence, they are finite but meaningless.
+FeatureSource = Callable[[Batch], Tensor]
 
 
 def select_layers(features: Tensor, layer_ids: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:

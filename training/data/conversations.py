@@ -54,20 +54,20 @@ PLACEHOLDER = "Zq7placeholder7qZ"
 Message = dict[str, str]
 
 
+@dataclass(kw_only=True)
 class BadRows:
     """Rows that cannot be used. Either the first one is an error, or all are counted and skipped.
 
     first: the problems of the first NUM_SHOWN of them, each with its place in the data
     """
 
-    def __init__(self, *, skip: bool = False):
-        self._skip = skip
-        self.count = 0
-        self.first: list[str] = []
+    skip: bool = False
+    count: int = 0
+    first: list[str] = field(default_factory=list)
 
     def refuse(self, problem: str) -> None:
         """Count a row that cannot be used. Raises TrainingError unless such rows are skipped."""
-        if not self._skip:
+        if not self.skip:
             raise TrainingError(problem)
         self.count += 1
         if self.count <= NUM_SHOWN:

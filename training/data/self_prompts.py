@@ -1,14 +1,12 @@
 """Prompts without a data set: an instruct model writes its own users (Magpie, Xu et al., arXiv 2406.08464).
 
 The chat template is rendered up to the place of a user's first word. The model continues this text with a
-message like those of the users it was trained on, and ends it as the template ends a user's message. A
-message is kept if ``SelfPromptFilter`` finds nothing wrong with it. System messages lead to users of a kind:
-"You help with Python code." to programmers.
-
-``write_self_prompts`` lets a model write until there are enough, whether it runs here (``local_draw``) or on
-a server (``training.data.served_answers``).
+message like those of the users it was trained on, and ends it as the template ends a user's message.
+``SelfPrompts.problem`` says which messages are left out. System messages lead to users of a kind: "You help
+with Python code." to programmers.
 """
 
+import json
 import re
 import unicodedata
 import zlib
@@ -23,7 +21,7 @@ from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
 from training.data.conversations import PLACEHOLDER, Turn, chat_text, encode_rendered
-from training.settings import SelfPromptSettings, TrainingError
+from training.settings import PromptSettings, TrainingError
 
 MIN_LETTERS = 8
 # A text repeats itself if zlib compresses it to less than this share. Questions have 0.5 and more.
@@ -83,7 +81,7 @@ class UserTemplate:
         return cls(*parts)
 
     @classmethod
-    def all_of(cls, tokenizer: Any, settings: SelfPromptSettings) -> "list[UserTemplate]":
+    def all_of(cls, tokenizer: Any, settings: PromptSettings) -> "list[UserTemplate]":
         """The templates in which the prompts are written in turn. Raises TrainingError as ``of`` does."""
         return [cls.of(tokenizer, system) for system in settings.prompt_systems or (None,)]
 
@@ -96,43 +94,6 @@ class UserTemplate:
 def _opening(system: str | None) -> str:
     """A name for the opening of a conversation, for errors."""
     return "a user's message" if system is None else f"the system's message {system[:40]!r}"
-
-
-class SelfPromptFilter:
-    """Finds what is wrong with prompts that a model wrote as a user.
-
-    Texts that differ only in case, digits, punctuation and space are duplicates.
-    """
-
-    def __init__(self, markers: list[str]):
-        """markers: the special tokens, which a user's message never holds"""
-        self._markers = [marker for marker in markers if marker.strip()]
-        self._seen: set[str] = set()
-
-    def problem(self, text: str, *, finished: bool) -> str | None:
-        """The reason to leave a text out; None for a text to keep, which is remembered for duplicates.
-
-        finished: whether the model ended the message before its limit
-        """
-        if not finished:
-            return "unfinished"
-        if any(marker in text for marker in self._markers):
-            return "holds a special token"
-        if "\ufffd" in text or any(
-            unicodedata.category(c) in ("Cc", "Co", "Cn") for c in text if c not in "\n\t"
-        ):
-            return "broken characters"
-        if sum(map(str.isalpha, text)) < MIN_LETTERS:
-            return "too short"
-        if any(len(word) > MAX_WORD_LETTERS for word in re.findall(r"[^\W\d_]+", text) if word.isascii()):
-            return "no words"
-        if repeats_itself(text):
-            return "repeats itself"
-        key = normalised(text)
-        if key in self._seen:
-            return "duplicate"
-        self._seen.add(key)
-        return None
 
 
 def repeats_itself(text: str) -> bool:
@@ -174,48 +135,100 @@ def normalised(text: str) -> str:
 
 
 def self_prompts_record(
-    settings: SelfPromptSettings, templates: list[UserTemplate], model: str
+    settings: PromptSettings, tokenizer: Any, *, model_name: str, seed: int
 ) -> dict[str, Any]:
     """Everything that determines the prompts except the batch size, for the file that keeps them.
 
-    Their number is not in it, because a larger number only adds prompts.
+    Their number is not in it, because a larger number only adds prompts. Raises TrainingError for a model
+    without a usable chat template.
+
+    model_name: name or hash of the model
     """
+    templates = UserTemplate.all_of(tokenizer, settings)
     return {
-        "model": model,
+        "model": model_name,
         "prefixes": [template.prefix for template in templates],
         "suffixes": [template.suffix for template in templates],
         "temperature": settings.prompt_temperature,
         "top_p": settings.prompt_top_p,
         "max_tokens": settings.max_prompt_tokens,
-        "seed": settings.prompt_seed,
+        "seed": seed,
     }
+
+
+def check_seed(path: Path, seed: int) -> None:
+    """Raises TrainingError for a file of self-written prompts that was begun with another ``--seed``."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            begun = json.loads(stream.readline())["settings"]["seed"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # There is no such file, or ``SelfPrompts`` says what is wrong with it.
+    if begun != seed:
+        raise TrainingError(
+            f"--seed: {path} was begun with --seed {begun}, got {seed}; give --seed {begun} to go on, or "
+            "another --out to begin anew"
+        )
 
 
 class SelfPrompts:
     """The prompts that a model has written so far, in a file to which every batch is added.
 
+    Texts that differ only in case, digits, punctuation and space are duplicates.
+
+    record: of ``self_prompts_record``; a file with another one is refused
     texts: the prompts that were kept
     drawn: the number of prompts that the model has written
     left_out: the number of prompts that were left out, by reason
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], markers: list[str], *, flag: str):
-        """Read the batches of an earlier run. Raises UserError if it had other settings."""
+    def __init__(self, path: Path, record: dict[str, Any], markers: list[str], *, flag: str):
+        """Read the batches of an earlier run. Raises UserError if it had other settings.
+
+        markers: the special tokens, which a user's message never holds
+        flag: the setting that errors name for the file
+        """
+        self.record = record
         self.texts: list[str] = []
         self.drawn = 0
         self.left_out: Counter[str] = Counter()
         self._useless = 0
-        self._filter = SelfPromptFilter(markers)
-        self._store = JsonlStore(path, settings, self._read, flag=flag)
+        self._markers = [marker for marker in markers if marker.strip()]
+        self._seen: set[str] = set()
+        self._store = JsonlStore(path, record, self._read, flag=flag)
 
     def _read(self, batch: dict[str, Any]) -> None:
         for text, finished in zip(batch["texts"], batch["finished"], strict=True):
             self.drawn += 1
-            problem = self._filter.problem(text, finished=finished)
+            problem = self.problem(text, finished=finished)
             if problem is None:
                 self.texts.append(text)
             else:
                 self.left_out[problem] += 1
+
+    def problem(self, text: str, *, finished: bool) -> str | None:
+        """The reason to leave a text out; None for a text to keep, which is remembered for duplicates.
+
+        finished: whether the model ended the message before its limit
+        """
+        if not finished:
+            return "unfinished"
+        if any(marker in text for marker in self._markers):
+            return "holds a special token"
+        if "\ufffd" in text or any(
+            unicodedata.category(c) in ("Cc", "Co", "Cn") for c in text if c not in "\n\t"
+        ):
+            return "broken characters"
+        if sum(map(str.isalpha, text)) < MIN_LETTERS:
+            return "too short"
+        if any(len(word) > MAX_WORD_LETTERS for word in re.findall(r"[^\W\d_]+", text) if word.isascii()):
+            return "no words"
+        if repeats_itself(text):
+            return "repeats itself"
+        key = normalised(text)
+        if key in self._seen:
+            return "duplicate"
+        self._seen.add(key)
+        return None
 
     def add(self, texts: list[str], finished: list[bool]) -> int:
         """Write a batch to the file, and return how many of its prompts are kept.
@@ -270,22 +283,14 @@ class SelfPrompts:
 Draw = Callable[[Sequence[UserTemplate], int, int], list[tuple[str, bool]]]
 
 
-def write_self_prompts(
-    draw: Draw, tokenizer: Any, settings: SelfPromptSettings, *, path: Path, model_name: str, flag: str
-) -> SelfPrompts:
-    """Let a model write at least ``settings.self_prompts`` prompts; those in the file ``path`` count.
+def write_self_prompts(draw: Draw, prompts: SelfPrompts, count: int) -> None:
+    """Let a model write until at least ``count`` prompts are kept.
 
     Every batch is written to the file when it is done, so an interrupted run continues. Raises TrainingError
-    for a model without a chat template, and for a model whose prompts are all useless.
-
-    model_name: name or hash of the model, for the file
-    flag: the setting that errors name for the file
+    for a model whose prompts are all useless.
     """
-    count = settings.self_prompts
-    assert count is not None
-    templates = UserTemplate.all_of(tokenizer, settings)
-    record = self_prompts_record(settings, templates, model_name)
-    prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag=flag)
+    record = prompts.record
+    templates = [UserTemplate(*parts) for parts in zip(record["prefixes"], record["suffixes"], strict=True)]
     kept = min(len(prompts.texts), count)
     with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
         while len(prompts.texts) < count:
@@ -293,22 +298,20 @@ def write_self_prompts(
             first = prompts.drawn % len(templates)
             turns = templates[first:] + templates[:first]
             # A run that continues does not repeat a seed.
-            seed = settings.prompt_seed * 1_000_003 + prompts.drawn
-            drawn = draw(turns, seed, count - len(prompts.texts))
+            drawn = draw(turns, record["seed"] * 1_000_003 + prompts.drawn, count - len(prompts.texts))
             for (text, ended), template in zip(drawn, cycle(turns), strict=False):
                 message, end, _ = text.partition(template.end_text)
                 texts.append(message.strip())
                 finished.append(ended or bool(end))
             bar.update(min(prompts.add(texts, finished), count - bar.n))
-    return prompts
 
 
 def local_draw(
-    model: Any, tokenizer: Any, settings: SelfPromptSettings, *, end_token_ids: list[int], batch_size: int
+    model: Any, tokenizer: Any, settings: PromptSettings, *, end_token_ids: list[int], batch_size: int
 ) -> Draw:
     """Draws batches of ``batch_size`` prompts from a model on this machine."""
     # Imports torch, which takes seconds.
-    from training.model.target_model import NucleusSampler, continue_prompts, input_device
+    from training.target_model import continue_prompts, input_device, nucleus_sampler
 
     special = set(tokenizer.all_special_ids)
 
@@ -322,7 +325,7 @@ def local_draw(
             list(islice(cycle(prefixes), batch_size)),
             max_new_tokens=settings.max_prompt_tokens,
             end_token_ids=ends,
-            choose=NucleusSampler(
+            choose=nucleus_sampler(
                 settings.prompt_temperature, settings.prompt_top_p, seed, input_device(model)
             ),
         )

@@ -1,18 +1,19 @@
 """The token sequences of a run: prompts in the model's template, and their continuations.
 
 Training is self-distillation: the target model's own greedy continuations are the labels. A draft is accepted
-when the target model would write the same, so its own text makes the best labels. Prompts come from the data,
-or the model writes them itself (``training.data.self_prompts``). Every batch that the model writes is kept in
-a file as soon as it is there, so an interrupted run continues. The name of a file of continuations has a hash
-of everything that the text depends on.
+when the target model would write the same, so its own text makes the best labels. Every batch that the model
+writes is kept in a file as soon as it is there, so an interrupted run continues. The name of the file has a
+hash of everything that the text depends on.
 """
 
 import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +31,12 @@ from training.data.conversations import (
     Message,
     PlainText,
     Turn,
+    brief,
     chat_text,
     encode_rendered,
     plain_messages,
 )
-from training.model.target_model import continue_prompts
+from training.target_model import continue_prompts
 
 # A prompt that opens the model's thoughts, such as DeepSeek-R1's, ends with this, such as <think>.
 OPEN_TAG = re.compile(r"(<[\w:]+>|\[[\w:]+\])\s*\Z")
@@ -65,15 +67,12 @@ def make_examples(
         try:
             example = _example(turn, tokenizer)
         except (ValueError, TypeError, TemplateError) as error:
-            bad.refuse(f"{turn.where}: {error}; got {_beginning(turn)}")
+            text = turn.messages[-1]["content"] if isinstance(turn, Turn) else turn.text
+            bad.refuse(f"{turn.where}: {error}; got {brief(text)}")
             continue
         if example.prompt_ids:
             examples.append(example)
     return examples
-
-
-def _beginning(turn: Turn | PlainText) -> str:
-    return repr((turn.messages[-1]["content"] if isinstance(turn, Turn) else turn.text)[:60])
 
 
 def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
@@ -193,43 +192,32 @@ class Sequences:
         return np.bincount(np.concatenate(parts), minlength=vocab_size)
 
 
-class BatchProgress:
-    """Moves a progress bar with every token of a batch.
-
-    A prompt is counted after its end of text. Those without one are counted when the batch is done.
-    """
-
-    def __init__(self, bar: Any):
-        self._bar = bar
-        self._num_ended = 0
-        self._shown = time.perf_counter()
-
-    def __call__(self, num_tokens: int, num_ended: int) -> None:
-        """Show that the batch has ``num_tokens`` tokens and that ``num_ended`` of its prompts are done."""
-        self._bar.set_postfix_str(f"{num_tokens:,} tokens of this batch", False)
-        self._bar.update(num_ended - self._num_ended)
-        self._num_ended = num_ended
-        # The bar is refreshed even if no prompt has ended.
-        if time.perf_counter() - self._shown > self._bar.mininterval:
-            self._shown = time.perf_counter()
-            self._bar.refresh()
-
-
 def continue_in_batches(
-    model: Any, prompts: list[tuple[list[int], Beside]], bar: Any, *, batch_size: int, **limits: Any
-) -> Iterator[tuple[list[tuple[list[int], Beside]], list[list[int]]]]:
-    """Yield batches of prompts, each with what is beside it, and their continuations; moves the bar.
+    model: Any, prompts: list[tuple[list[int], Beside]], *, total: int, batch_size: int, **limits: Any
+) -> Generator[tuple[list[tuple[list[int], Beside]], list[list[int]]], None, None]:
+    """Yield batches of prompts, each with what is beside it, and their continuations, and show the progress.
 
+    total: the number of prompts with those that were continued before
     limits: as of ``continue_prompts``
     """
     # Prompts of similar length share a batch, so little is wasted on padding.
     prompts = sorted(prompts, key=lambda prompt: len(prompt[0]))
-    for start in range(0, len(prompts), batch_size):
-        batch, progress = prompts[start : start + batch_size], BatchProgress(bar)
-        continuations = continue_prompts(model, [ids for ids, _ in batch], progress=progress, **limits)
-        yield batch, continuations
-        # By now they have been kept.
-        progress(sum(map(len, continuations)), len(batch))
+    # Prompts end many at once, so the time left is estimated from the mean over all batches. The bar is
+    # refreshed even if no prompt has ended (``miniters``).
+    options: dict[str, Any] = {"desc": "distilling", "unit": "prompt", "smoothing": 0, "miniters": 0}
+    with tqdm(total=total, initial=total - len(prompts), **options) as bar:
+        for start in range(0, len(prompts), batch_size):
+            batch, show = prompts[start : start + batch_size], partial(_show, bar, bar.n)
+            continuations = continue_prompts(model, [ids for ids, _ in batch], progress=show, **limits)
+            yield batch, continuations
+            # By now they have been kept.
+            show(sum(map(len, continuations)), len(batch))
+
+
+def _show(bar: Any, begun: int, num_tokens: int, num_ended: int) -> None:
+    """Show a batch that began after ``begun`` prompts. A prompt without an end counts when all are done."""
+    bar.set_postfix_str(f"{num_tokens:,} tokens of this batch", False)
+    bar.update(begun + num_ended - bar.n)
 
 
 def distill(
@@ -253,12 +241,11 @@ def distill(
         flag="--cache-dir",
     )
     left = [(e.prompt_ids, index) for index, e in enumerate(examples) if index not in answers]
-    # Prompts end many at once, so the time left is estimated from the mean over all batches.
-    bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt", smoothing=0)
-    with bar:
-        began, num_tokens = time.perf_counter(), 0
-        limits = {"max_new_tokens": max_new_tokens, "end_token_ids": eos_token_ids}
-        for batch, continuations in continue_in_batches(model, left, bar, batch_size=batch_size, **limits):
+    began, num_tokens = time.perf_counter(), 0
+    limits = {"max_new_tokens": max_new_tokens, "end_token_ids": eos_token_ids}
+    batches = continue_in_batches(model, left, total=len(examples), batch_size=batch_size, **limits)
+    with closing(batches):
+        for batch, continuations in batches:
             indices = [index for _, index in batch]
             store.append({"prompts": indices, "answers": continuations})
             answers.update(zip(indices, continuations, strict=True))

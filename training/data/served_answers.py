@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
 from training.data.answers import Prompt
-from training.data.self_prompts import UserTemplate, write_self_prompts
+from training.data.self_prompts import SelfPrompts, UserTemplate, self_prompts_record, write_self_prompts
 from training.settings import DistillConfig, TrainingError
 
 # Statuses that reject one prompt, most often because it is too long for the model.
@@ -32,6 +32,9 @@ def served_self_prompts(config: DistillConfig) -> list[str]:
     Raises TrainingError when the server cannot be used, or the model writes nothing of use.
     """
     tokenizer = template_tokenizer(config)
+    record = self_prompts_record(config, tokenizer, model_name=config.model_name, seed=config.seed)
+    prompts = SelfPrompts(config.prompts_path, record, tokenizer.all_special_tokens, flag="--out")
+    assert config.self_prompts is not None
     with asyncio.Runner() as runner:
         client = _client(config)
 
@@ -41,14 +44,7 @@ def served_self_prompts(config: DistillConfig) -> list[str]:
             return runner.run(_user_messages(client, config, zip(cycle(templates), seeds, strict=False)))
 
         try:
-            prompts = write_self_prompts(
-                draw,
-                tokenizer,
-                config,
-                path=config.prompts_path,
-                model_name=config.model_name,
-                flag="--out",
-            )
+            write_self_prompts(draw, prompts, config.self_prompts)
         finally:
             runner.run(client.close())
     print("\n".join(prompts.report()), flush=True)

@@ -104,50 +104,33 @@ def held_out_sequences(count: int) -> str:
     return f"{count} held-out sequence{'' if count == 1 else 's'}"
 
 
+@dataclass(frozen=True)
 class HeldOut:
     """The sequences that are kept from training.
 
-    layer_ids: the layers whose features ``source`` computes; they are all layers that any head reads
+    source: computes the features of the layers ``layer_ids``, which are all that any head reads
+    indices: the sequences of the last evaluation
     """
 
-    def __init__(
-        self,
-        source: FeatureSource,
-        layer_ids: tuple[int, ...],
-        sequences: Sequences,
-        indices: NDArray[np.int64],
-        max_length: int,
-        accelerator: Accelerator,
-    ):
-        self._source = source
-        self._layer_ids = layer_ids
-        self._sequences = sequences
-        self._indices = indices[:NUM_EVALUATED_AT_END].tolist()
-        self._max_length = max_length
-        self._accelerator = accelerator
-
-    @property
-    def num_evaluated(self) -> int:
-        """The number of sequences of an evaluation during training; they are the same every time."""
-        return min(NUM_EVALUATED, len(self._indices))
-
-    @property
-    def num_evaluated_at_end(self) -> int:
-        """The number of sequences of the last evaluation."""
-        return len(self._indices)
+    source: FeatureSource
+    layer_ids: tuple[int, ...]
+    sequences: Sequences
+    indices: list[int]
+    max_length: int
+    accelerator: Accelerator
 
     def evaluate(self, head: Drafter, count: int = NUM_EVALUATED) -> Evaluation:
         """Evaluate a head on the first ``count`` sequences."""
         batches = [
-            all_anchors(self._sequences, self._indices[start : start + BATCH_SIZE], self._max_length)
-            for start in range(0, min(count, len(self._indices)), BATCH_SIZE)
+            all_anchors(self.sequences, self.indices[start : start + BATCH_SIZE], self.max_length)
+            for start in range(0, min(count, len(self.indices)), BATCH_SIZE)
         ]
 
         def source(batch: Batch) -> Tensor:
-            return select_layers(self._source(batch), self._layer_ids, head.config.target_layer_ids)
+            return select_layers(self.source(batch), self.layer_ids, head.config.target_layer_ids)
 
-        with self._accelerator.autocast():
-            return evaluate(source, head, [batch.to(self._accelerator.device) for batch in batches])
+        with self.accelerator.autocast():
+            return evaluate(source, head, [batch.to(self.accelerator.device) for batch in batches])
 
 
 def fit_calibration(probabilities: ArrayLike, accepted: ArrayLike) -> tuple[float, float]:
@@ -180,10 +163,7 @@ def _regress(
     offset: NDArray[np.float64],
     prior: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Weights [P] of a logistic regression with a normal prior around ``prior`` [P].
-
-    inputs [N, P], outcome [N], offset [N]
-    """
+    """Weights [P] of a logistic regression with normal prior [P]; inputs [N, P], outcome [N], offset [N]."""
 
     def loss(weights: NDArray[np.float64]) -> float:
         logits = inputs @ weights + offset

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from training.config import TrainingConfig
 from training.head_set import HeadSet
-from training.model.target_model import multiplies_bf16
+from training.target_model import multiplies_bf16
 
 BETAS = (0.9, 0.95)
 
@@ -67,10 +67,7 @@ class Float32Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of every matrix that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        assert closure is None
         for group in self.param_groups:
             momentum, rate = group["momentum"], group["lr"]
             for matrix in group["params"]:
@@ -85,7 +82,6 @@ class Float32Muon(torch.optim.Muon):
                 # The update gets the usual size of AdamW's updates (Moonlight, Liu et al., 2025, section
                 # 2.2).
                 matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape)))
-        return loss
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -1,8 +1,4 @@
-"""A training run, from a checked configuration to heads on disk.
-
-``train`` is the whole run and ``_train_step`` one optimizer step. The functions below them prepare the run:
-prompts, sequences and features.
-"""
+"""A training run, from a checked configuration to heads on disk."""
 
 import dataclasses
 import datetime
@@ -21,41 +17,39 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
-from drafters.checkpoints.loading import load_tokenizer
+from drafters.build import meta_head
+from drafters.checkpoints.loading import load_config, load_tokenizer
 from drafters.model_files import local_model
-from drafters.target_models import TargetModelError
 from runtime.core.system import git_sha
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout
 from training.data.conversations import BadRows, Turn
-from training.data.self_prompts import UserTemplate, local_draw, self_prompts_record, write_self_prompts
+from training.data.self_prompts import (
+    SelfPrompts,
+    UserTemplate,
+    local_draw,
+    self_prompts_record,
+    write_self_prompts,
+)
 from training.data.sequences import Example, Sequences, distill, make_examples
+from training.fresh_heads import drafter_config, fitting_weights, make_head
 from training.head_set import HeadSet
-from training.loop.evaluation import HeldOut
+from training.loop.evaluation import NUM_EVALUATED_AT_END, HeldOut
 from training.loop.optimizers import make_optimizers, set_learning_rate
 from training.loop.progress import Meter, RunPhase, in_words
 from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
 from training.loop.summary import print_data, print_draft_vocabularies, print_summary
-from training.loop.writer import (
-    WHOLE,
-    HeadWriter,
-    Records,
-    load_checkpoint,
-    save_checkpoint,
-    write_last_head,
-)
-from training.model.fresh_heads import drafter_config, make_head
-from training.model.target_model import (
+from training.loop.writer import WHOLE, Records, load_checkpoint, save_checkpoint
+from training.settings import TrainingError
+from training.target_model import (
     SharedTables,
     end_token_ids,
     fingerprint,
     load_pretrained,
     load_target_model,
-    read_model_config,
     teacher,
     with_number_formats,
 )
-from training.settings import TrainingError
 
 # What an answer of the data has to do to be learned; for messages about those that do not.
 FOLLOWS = "follows its prompt in the chat template, which may open thoughts that the answer lacks"
@@ -66,10 +60,18 @@ PROCESS_TIMEOUT = datetime.timedelta(days=7)
 def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     """Run the whole training. Raises UserError for unusable settings or data before any long work."""
     started_at = git_sha()
-    config = _with_local_model(config)
-    base = read_model_config(config)
-    config = _within_context(with_number_formats(config, base), base)
+    directory = load_pretrained(local_model, config.model)
+    if directory != config.model:  # It was given by its name on the hub.
+        config = dataclasses.replace(config, model=directory, base_model=str(config.model))
+    # Raises TrainingError for a model that cannot be exported.
+    base = load_pretrained(load_config, config.model)
+    config = with_number_formats(config, base)
+    config = dataclasses.replace(config, max_length=min(config.max_length, base.max_position_embeddings))
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
+    for settings, shape in zip(config.heads, shapes, strict=True):
+        # The adapters of streams have the names of the target model's layers, which are not loaded yet.
+        if settings.init_from and not shape.trunk_type.borrows_layers:
+            fitting_weights(meta_head(shape), settings.init_from)
     tokenizer = load_pretrained(load_tokenizer, config.model)
     if config.self_prompts:
         UserTemplate.all_of(tokenizer, config)
@@ -126,13 +128,13 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     if config.cache_features:
         width = len(layer_ids) * model.config.hidden_size
         source = cache_features(config, model_hash, source, layer_ids, sequences, width, accelerator)
-    held_out = HeldOut(source, layer_ids, sequences, held_out_indices, config.max_length, accelerator)
+    evaluated = held_out_indices[:NUM_EVALUATED_AT_END].tolist()
+    held_out = HeldOut(source, layer_ids, sequences, evaluated, config.max_length, accelerator)
     if main:
         print_data(config, sequences, train_indices.size, held_out)
         print_draft_vocabularies(heads.drafters, token_counts)
     writer = SummaryWriter(str(config.run_directory / LOGS)) if main else None
-    head_writer = HeadWriter(config, sequences, started_at)
-    records = Records(state["curves"], held_out, head_writer, writer)
+    records = Records(config, sequences, started_at, state["curves"], held_out, writer)
     saved = state["step"] if inputs.checkpoint is not None else None
     phase.training(config, state["step"], saved)
 
@@ -158,8 +160,7 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     _update_copy(copy, heads, accelerator)  # A resumed run may have had no step left.
     phase.writing(config)
     if main:
-        for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
-            write_last_head(head, settings, curve, held_out, head_writer)
+        records.write_last(copy.drafters)
     if writer:
         writer.close()
     # The other processes stay in the group until the main one has written the heads.
@@ -199,22 +200,6 @@ def _train_step(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return total.tolist(), num_tokens
-
-
-def _with_local_model(config: TrainingConfig) -> TrainingConfig:
-    """The configuration with a local directory for a model that was given by its name on the hub."""
-    try:
-        directory = local_model(config.model)
-    except TargetModelError as error:
-        raise TrainingError(f"--model: {error}") from error
-    if directory == config.model:
-        return config
-    return dataclasses.replace(config, model=directory, base_model=str(config.model))
-
-
-def _within_context(config: TrainingConfig, base: Any) -> TrainingConfig:
-    """The configuration with sequences of at most the context of the target model, which has ``base``."""
-    return dataclasses.replace(config, max_length=min(config.max_length, base.max_position_embeddings))
 
 
 def _accelerator(config: TrainingConfig) -> Accelerator:
@@ -261,18 +246,14 @@ def self_prompt_turns(
     """The prompts that the model writes itself. The main process writes them, the others read its cache."""
     assert config.self_prompts is not None
     name = model_hash + _computed_in(config)
-    record = self_prompts_record(config, UserTemplate.all_of(tokenizer, config), name)
+    record = self_prompts_record(config, tokenizer, model_name=name, seed=config.data_seed)
     key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     with accelerator.main_process_first(), accelerator.autocast():
         ends = end_token_ids(model)
-        prompts = write_self_prompts(
-            local_draw(model, tokenizer, config, end_token_ids=ends, batch_size=config.distill_batch_size),
-            tokenizer,
-            config,
-            path=config.cache_directory / f"self-prompts-{key[:16]}.jsonl",
-            model_name=name,
-            flag="--cache-dir",
-        )
+        path = config.cache_directory / f"self-prompts-{key[:16]}.jsonl"
+        prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag="--cache-dir")
+        draw = local_draw(model, tokenizer, config, end_token_ids=ends, batch_size=config.distill_batch_size)
+        write_self_prompts(draw, prompts, config.self_prompts)
     if accelerator.is_main_process:
         print("\n".join(f"train: {line}" for line in prompts.report()), flush=True)
     return prompts.turns(config.self_prompts)

@@ -27,8 +27,8 @@ from training.config import TrainingConfig
 from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
 from training.settings import TrainingError, flag
 
-# The file of a checkpoint that holds the progress of the run.
-STATE = "state.json"
+# The files of a checkpoint: the progress of the run, and the weights and moments.
+STATE, TENSORS = "state.json", "state.safetensors"
 # Directories in OUT.run.
 CHECKPOINT, LOGS, BEST = "checkpoint", "logs", "best"
 # The files of a finished head.
@@ -77,6 +77,11 @@ def read_inputs(config: TrainingConfig) -> RunInputs:
             "start training without accelerate launch or torchrun"
         )
     checkpoint = check_output(config)
+    if checkpoint is not None:
+        try:
+            check_weights(checkpoint / TENSORS)
+        except WeightsError as error:
+            raise damaged(checkpoint, error) from error
     try:
         check_model_files(config.model)
     except TargetModelError as error:
@@ -86,7 +91,8 @@ def read_inputs(config: TrainingConfig) -> RunInputs:
             _check_first_head(head.init_from)
     bad = BadRows(skip=config.skip_bad_rows)
     turns = [turn for path in config.data for turn in read_turns(path, bad)]
-    if config.labels == "data" and not any(_has_answer(turn) for turn in turns):
+    has_answers = any(isinstance(turn, PlainText) or turn.answer is not None for turn in turns)
+    if config.labels == "data" and not has_answers:
         raise TrainingError("--labels data: no row of the data holds an answer")
     return RunInputs(turns, bad, checkpoint)
 
@@ -108,10 +114,6 @@ def _check_first_head(directory: Path) -> None:
         raise TrainingError(f"--init-from: {error}") from error
 
 
-def _has_answer(turn: Turn | PlainText) -> bool:
-    return isinstance(turn, PlainText) or turn.answer is not None
-
-
 def check_output(config: TrainingConfig) -> Path | None:
     """The checkpoint to resume from; None if the run begins at step 0.
 
@@ -119,11 +121,10 @@ def check_output(config: TrainingConfig) -> Path | None:
     """
     if config.resume and config.overwrite:
         raise TrainingError("--resume and --overwrite exclude each other")
-    places = {"--out": (config.out, config.run_directory), "--cache-dir": (config.cache_directory,)}
-    for name, directories in places.items():
-        for directory in directories:
-            if problem := output_problem(directory):
-                raise TrainingError(f"{name}: {problem}")
+    places = (config.out, config.run_directory, config.cache_directory)
+    for name, directory in zip(("--out", "--out", "--cache-dir"), places, strict=True):
+        if problem := output_problem(directory):
+            raise TrainingError(f"{name}: {problem}")
     if find_checkpoint(config.out / CHECKPOINT) is not None:
         raise TrainingError(
             f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "

@@ -12,7 +12,7 @@ from training.config import TrainingConfig
 from training.data.batches import num_held_out
 from training.data.conversations import Turn
 from training.data.sequences import Example, Sequences
-from training.loop.evaluation import HeldOut, held_out_sequences
+from training.loop.evaluation import NUM_EVALUATED, HeldOut, held_out_sequences
 from training.loop.progress import in_words
 from training.loop.start import RunInputs
 from training.settings import MODEL_DTYPES
@@ -92,12 +92,13 @@ def print_summary(
 
 def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, held_out: HeldOut) -> None:
     """Print a line about the sequences, after all prompts have been continued."""
+    evaluated = held_out_sequences(min(NUM_EVALUATED, len(held_out.indices)))
     _say(
         f"training on {num_trained:,} sequences of {sequences.tokens.size:,} tokens in all; every "
-        f"{config.eval_every} steps an evaluation on the same {held_out_sequences(held_out.num_evaluated)}, "
-        f"at the end on {held_out.num_evaluated_at_end}"
+        f"{config.eval_every} steps an evaluation on the same {evaluated}, at the end on "
+        f"{len(held_out.indices)}"
     )
-    if held_out.num_evaluated_at_end < FEW_SEQUENCES:
+    if len(held_out.indices) < FEW_SEQUENCES:
         _say("an evaluation on so few sequences is rough; a larger --holdout holds out more")
 
 
@@ -125,11 +126,7 @@ def _millions(count: int) -> str:
 
 
 def soft_label_bytes(config: TrainingConfig, examples: list[Example], vocab_size: int) -> int:
-    """Bytes of the soft labels in the largest micro step; 0 if all labels are hard.
-
-    Soft labels are the target model's distributions over the vocabulary. If the vocabulary is large, they
-    take most of a micro step's memory.
-    """
+    """Bytes of the soft labels in the largest micro step, most of its memory if the vocabulary is large."""
     taught = [head for head in config.heads if head.soft_labels > 0]
     if not taught:
         return 0

@@ -1,8 +1,6 @@
 """What a run writes: its checkpoint, which it reads again, and its heads with calibration and model card.
 
 A checkpoint has weights and optimizer moments as safetensors, and progress as JSON.
-
-The best head so far is written after an evaluation (``Records``), the last head at the end of the run.
 """
 
 import dataclasses
@@ -40,10 +38,9 @@ from training.loop.evaluation import (
     fit_calibration,
     held_out_sequences,
 )
-from training.loop.start import BEST, STATE, damaged, data_name, previous_checkpoint, read_progress
+from training.loop.start import BEST, STATE, TENSORS, damaged, data_name, previous_checkpoint, read_progress
 from training.settings import TrainingError
 
-TENSORS = "state.safetensors"
 # FSDP spreads a tensor over the processes. The main process gathers it; every process can read a whole one.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -87,8 +84,6 @@ def load_checkpoint(
     """Restore heads and optimizers in place, and return the progress that was saved with them.
 
     A checkpoint fits any number of processes, with FSDP or without.
-
-    directory: a directory that ``find_checkpoint`` returned
     """
     try:
         tensors = load_file(directory / TENSORS)
@@ -133,28 +128,65 @@ def best_point(curve: Curve) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class HeadWriter:
-    """Writes heads with their calibration, ``training.json`` and model card.
+class Records:
+    """Evaluates all heads of a run on the held-out sequences and writes the best and the last ones.
 
     started_at: the commit that was checked out when the run began
+    curves: the curve of every head, to which evaluations are added
+    board: TensorBoard's writer, or None
     """
 
     config: TrainingConfig
     sequences: Sequences
     started_at: str | None
+    curves: list[Curve]
+    held_out: HeldOut
+    board: Any
 
-    def write(
-        self,
-        head: Drafter,
-        settings: HeadConfig,
-        directory: Path,
-        curve: Curve,
-        evaluation: Evaluation,
+    def evaluate(self, heads: list[Drafter], step: int, losses: list[float]) -> None:
+        """Evaluate the heads after ``step`` steps, and write those whose evaluation is their best so far."""
+        for settings, head, curve, loss in zip(self.config.heads, heads, self.curves, losses, strict=True):
+            evaluation = self.held_out.evaluate(head)
+            beta = evaluation.tokens_per_step
+            curve.append({"step": step, "loss": round(loss, 4), "beta": round(beta, 3)})
+            name = f" {settings.name}" if settings.name else ""
+            tqdm.write(
+                f"train: step {step}{name}: loss {loss:.3f} nats a draft, {beta:.3f} tokens per step on "
+                f"{held_out_sequences(evaluation.num_sequences)}"
+            )
+            if best_point(curve) is curve[-1]:
+                self._write(head, settings, best_directory(self.config, settings), curve, evaluation)
+            if self.board:
+                self.board.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, step)
+                self.board.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, step)
+
+    def write_last(self, heads: list[Drafter]) -> None:
+        """Evaluate the trained heads on the sequences of the last evaluation and write them."""
+        for settings, head, curve in zip(self.config.heads, heads, self.curves, strict=True):
+            evaluation = self.held_out.evaluate(head, NUM_EVALUATED_AT_END)
+            directory = self.config.directory(settings)
+            self._write(head, settings, directory, curve, evaluation)
+            print(
+                f"train: wrote {directory}: {evaluation.tokens_per_step:.3f} tokens per step on "
+                f"{held_out_sequences(evaluation.num_sequences)}"
+            )
+            if evaluation.num_steps < MIN_CALIBRATION_STEPS:
+                print(
+                    f"train: {directory} has no calibration, because {evaluation.num_steps} held-out steps "
+                    f"are too few; {MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
+                )
+            best = best_point(curve) if curve else None
+            if best and best["beta"] > curve[-1]["beta"]:
+                print(
+                    f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, "
+                    f"at the end {curve[-1]['beta']}); that head is in "
+                    f"{best_directory(self.config, settings)}, to be used like the last one"
+                )
+
+    def _write(
+        self, head: Drafter, settings: HeadConfig, directory: Path, curve: Curve, evaluation: Evaluation
     ) -> None:
-        """Write a head. It is calibrated if the evaluation has enough steps.
-
-        curve: the evaluations up to this head; evaluation: an evaluation of this head
-        """
+        """Write a head with its record and card. It is calibrated if its evaluation has enough steps."""
         enough = evaluation.num_steps >= MIN_CALIBRATION_STEPS
         head.calibrate(fit_calibration(np.exp(evaluation.log_probs), evaluation.accepted) if enough else None)
         head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[self.config.save_precision]))
@@ -168,78 +200,10 @@ class HeadWriter:
         (directory / CARD_NAME).write_text(local_card(head.config, record), encoding="utf-8")
 
 
-def write_last_head(
-    head: Drafter,
-    settings: HeadConfig,
-    curve: Curve,
-    held_out: HeldOut,
-    writer: HeadWriter,
-) -> None:
-    """Evaluate a trained head on the sequences of the last evaluation, write it and print the result."""
-    evaluation = held_out.evaluate(head, NUM_EVALUATED_AT_END)
-    directory, best_head = writer.config.directory(settings), best_directory(writer.config, settings)
-    writer.write(head, settings, directory, curve, evaluation)
-    print(
-        f"train: wrote {directory}: {evaluation.tokens_per_step:.3f} tokens per step on "
-        f"{held_out_sequences(evaluation.num_sequences)}"
-    )
-    if evaluation.num_steps < MIN_CALIBRATION_STEPS:
-        print(
-            f"train: {directory} has no calibration, because {evaluation.num_steps} held-out steps are too "
-            f"few; {MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
-        )
-    best = best_point(curve) if curve else None
-    if best and best["beta"] > curve[-1]["beta"]:
-        print(
-            f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, at the "
-            f"end {curve[-1]['beta']}); that head is in {best_head}, to be used like the last one"
-        )
-
-
-class Records:
-    """Evaluates all heads during a run, always on the same held-out sequences, and writes the best ones.
-
-    curves: the curve of every head, to which evaluations are added
-    heads: writes the best head so far
-    writer: TensorBoard's writer, or None
-    """
-
-    def __init__(self, curves: list[Curve], held_out: HeldOut, heads: HeadWriter, writer: Any):
-        self._config = heads.config
-        self._curves = curves
-        self._held_out = held_out
-        self._heads = heads
-        self._writer = writer
-
-    def evaluate(self, heads: list[Drafter], step: int, losses: list[float]) -> None:
-        """Evaluate the heads after ``step`` steps, and write those whose evaluation is their best so far."""
-        for settings, head, curve, loss in zip(self._config.heads, heads, self._curves, losses, strict=True):
-            evaluation = self._held_out.evaluate(head)
-            beta = evaluation.tokens_per_step
-            curve.append({"step": step, "loss": round(loss, 4), "beta": round(beta, 3)})
-            name = f" {settings.name}" if settings.name else ""
-            tqdm.write(
-                f"train: step {step}{name}: loss {loss:.3f} nats a draft, {beta:.3f} tokens per step on "
-                f"{held_out_sequences(evaluation.num_sequences)}"
-            )
-            if best_point(curve) is curve[-1]:
-                self._heads.write(head, settings, best_directory(self._config, settings), curve, evaluation)
-            if self._writer:
-                self._writer.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, step)
-                self._writer.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, step)
-
-
 def provenance(
-    config: TrainingConfig,
-    head: HeadConfig,
-    curve: Curve,
-    sequences: Sequences,
-    started_at: str | None,
+    config: TrainingConfig, head: HeadConfig, curve: Curve, sequences: Sequences, started_at: str | None
 ) -> dict[str, Any]:
-    """The contents of ``training.json``. Paths are given by their names only, so that it can be published.
-
-    started_at: the commit that was checked out when the run began
-    """
+    """The contents of ``training.json``. Paths are given by their names only, so that it can be published."""
     names = {"model": config.model_name, "out": config.out.name, "data": [*map(data_name, config.data)]}
     left_out = ("heads", "cache_dir", "device_map", "base_model", "resume", "overwrite", "allow_changed")
     others = {

@@ -21,7 +21,6 @@ from training.data.batches import (
     SampledBatch,
     all_anchors,
     draw_anchors,
-    make_anchor_batch,
     split_holdout,
 )
 from training.data.sequences import Sequences
@@ -85,13 +84,9 @@ def test_targets_and_lengths_at_the_ends_of_sequences() -> None:
 
 def test_mask_of_two_anchors() -> None:
     """Rows are frames; columns are the context, then the frames of either anchor."""
-    anchors = make_anchor_batch(
-        torch.tensor([[5, 6, 7, 8]]),
-        torch.tensor([4]),
-        torch.tensor([[2, 1]]),
-        num_frames=2,
-        num_labels=1,
-    )
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    batch = Batch((0,), input_ids, torch.ones_like(input_ids))
+    anchors = SampledBatch(batch, torch.tensor([[2, 1]]), torch.tensor([4])).anchors(2, 1)
     assert anchors.attn_mask.int().tolist() == [
         [
             [

@@ -18,22 +18,21 @@ from transformers.utils import chat_template_utils
 
 from runtime.core.errors import UserError
 from tests.training.data_files import read_examples
-from training import distill, train
+from training import distill, target_model, train
 from training.data import sequences
 from training.data.conversations import read_turns
 from training.data.self_prompts import (
-    SelfPromptFilter,
     SelfPrompts,
     UserTemplate,
     count_near_duplicates,
     local_draw,
     script,
+    self_prompts_record,
     write_self_prompts,
 )
 from training.data.sequences import encode_messages
-from training.model import target_model
-from training.model.target_model import NucleusSampler, continue_prompts
 from training.settings import DistillConfig, TrainingError
+from training.target_model import continue_prompts, nucleus_sampler
 
 SETTINGS = DistillConfig(
     model="tiny",
@@ -79,10 +78,10 @@ def test_sampling_draws_from_the_nucleus() -> None:
     """Frequencies are the nucleus's own, with one token beyond the share that fills it and none after."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     logits = probs.log().expand(20000, 5)
-    drawn = NucleusSampler(1.0, 0.8, 0, CPU)(logits)
+    drawn = nucleus_sampler(1.0, 0.8, 0, CPU)(logits)
     counts = torch.bincount(drawn, minlength=5) / 20000
     assert torch.allclose(counts, torch.tensor([0.5, 0.25, 0.15, 0, 0]) / 0.9, atol=0.015)
-    hot = NucleusSampler(2.0, 1.0, 0, CPU)(logits)
+    hot = nucleus_sampler(2.0, 1.0, 0, CPU)(logits)
     assert torch.allclose(
         torch.bincount(hot, minlength=5) / 20000, (probs.sqrt() / probs.sqrt().sum()), atol=0.015
     )
@@ -141,22 +140,27 @@ def test_system_messages_take_turns(
 ) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
     settings = dataclasses.replace(SETTINGS, prompt_systems=("Write code.", "Tell a story."))
-    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: None)
+    monkeypatch.setattr(SelfPrompts, "problem", lambda self, text, finished: None)
     prefixes = []
 
     def draw(templates: Sequence[UserTemplate], seed: int, missing: int) -> list[tuple[str, bool]]:
         prefixes.append([template.prefix for template in templates])
         return [("Some text", True)] * 5
 
-    path = tmp_path / "p.jsonl"
+    def write_to_file(settings: DistillConfig) -> None:
+        record = self_prompts_record(settings, tokenizer, model_name="tiny", seed=0)
+        assert settings.self_prompts is not None
+        write_self_prompts(
+            draw, SelfPrompts(tmp_path / "p.jsonl", record, [], flag="--out"), settings.self_prompts
+        )
+
     for count in (7, 16):
-        enough = dataclasses.replace(settings, self_prompts=count)
-        write_self_prompts(draw, tokenizer, enough, path=path, model_name="tiny", flag="--out")
+        write_to_file(dataclasses.replace(settings, self_prompts=count))
     code, story = "system: Write code. user: ", "system: Tell a story. user: "
     # The second and third draws go on where the one before ended.
     assert prefixes == [[code, story], [story, code], [code, story], [story, code]]
     with pytest.raises(UserError, match="was written with other settings"):
-        write_self_prompts(draw, tokenizer, SETTINGS, path=path, model_name="tiny", flag="--out")
+        write_to_file(SETTINGS)
 
 
 def test_a_batch_has_all_system_messages(
@@ -209,8 +213,8 @@ def test_a_template_without_system_messages(tokenizer: Any) -> None:
         UserTemplate.of(tokenizer, "Write code.")
 
 
-def test_what_is_left_out() -> None:
-    check = SelfPromptFilter(["<|im_end|>", ""])
+def test_what_is_left_out(tmp_path: Path) -> None:
+    check = SelfPrompts(tmp_path / "p.jsonl", {}, ["<|im_end|>", ""], flag="--out")
     assert check.problem("Can you name 3 rivers in Peru?", finished=True) is None
     for text, problem in (
         ("can you name 5 rivers, in Peru", "duplicate"),
@@ -236,10 +240,12 @@ def test_scripts() -> None:
     ]
 
 
-def write(model: Any, tokenizer: Any, path: Path, **changed: Any) -> SelfPrompts:
-    options: dict[str, Any] = {"path": path, "model_name": "tiny", "flag": "--out"}
+def write(model: Any, tokenizer: Any, path: Path, model_name: str = "tiny") -> SelfPrompts:
     draw = local_draw(model, tokenizer, SETTINGS, end_token_ids=[0], batch_size=8)
-    return write_self_prompts(draw, tokenizer, SETTINGS, **(options | changed))
+    record = self_prompts_record(SETTINGS, tokenizer, model_name=model_name, seed=0)
+    prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag="--out")
+    write_self_prompts(draw, prompts, 12)
+    return prompts
 
 
 def test_an_interrupted_run_continues(
@@ -247,7 +253,7 @@ def test_an_interrupted_run_continues(
 ) -> None:
     """It has the prompts of a run that was not interrupted, and writes none of them twice."""
     # A random model's words are of no use, so all are taken.
-    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: None)
+    monkeypatch.setattr(SelfPrompts, "problem", lambda self, text, finished: None)
     expected = write(model, tokenizer, tmp_path / "whole.jsonl")
     assert len(expected.texts) == 16
     assert expected.drawn == 16
@@ -275,7 +281,7 @@ def test_an_interrupted_run_continues(
 def test_a_model_that_writes_nothing_of_use(
     model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: "too short")
+    monkeypatch.setattr(SelfPrompts, "problem", lambda self, text, finished: "too short")
     monkeypatch.setattr("training.data.self_prompts.MAX_USELESS_IN_A_ROW", 16)
     with pytest.raises(
         TrainingError, match=r"of the last 16 prompts that the model wrote none is of use \(too"
@@ -326,7 +332,7 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
         self._seen.add(text)
         return None
 
-    monkeypatch.setattr(SelfPromptFilter, "problem", problem)
+    monkeypatch.setattr(SelfPrompts, "problem", problem)
 
 
 def test_training_sees_the_tokens_that_the_model_wrote(
@@ -446,13 +452,33 @@ def test_a_conversation_that_the_template_refuses_is_one_line(
     """Gemma's and Mistral's refuse a system's message, or two users in a row."""
     strict = tmp_path / "strict"
     shutil.copytree(tiny_model_dir, strict)
+    (strict / "model.safetensors").unlink()  # The error comes before the weights are read.
     (strict / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many?"}\n')
     argv = ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
-    assert distill.main(["--model", str(strict), *argv]) == 2
+    assert distill.main(["--model", str(strict), *argv, "--max-new-tokens", "512"]) == 2
+    assert "--max-new-tokens: must be below the model's context of 512" in capsys.readouterr().err
+    assert distill.main(["--model", str(strict), *argv, "--max-new-tokens", "4"]) == 2
     assert "--data: the chat template refuses a conversation: roles must alternate; got 'How" in (
         capsys.readouterr().err
     )
+
+
+def test_another_seed_than_the_one_a_file_was_begun_with_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, takes_all: None, capsys: Any
+) -> None:
+    out = tmp_path / "out.jsonl"
+    argv = ["--model", str(tiny_model_dir), "--out", str(out), "--self-prompts", "2", "--max-new-tokens", "4"]
+    assert distill.main([*argv, "--seed", "3"]) == 0
+    written = out.read_text()
+    capsys.readouterr()
+    assert distill.main([*argv, "--seed", "4"]) == 2
+    assert capsys.readouterr().err == (
+        f"distill: --seed: {tmp_path}/out.prompts.jsonl was begun with --seed 3, got 4; give --seed 3 to go "
+        "on, or another --out to begin anew\n"
+    )
+    assert distill.main([*argv, "--seed", "3"]) == 0
+    assert out.read_text() == written
 
 
 def test_training_on_self_written_prompts(tiny_model_dir: Path, tmp_path: Path, takes_all: None) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from training.data import sequences as sequences_module
 from training.data.sequences import Example, Sequences, distill
-from training.model.target_model import fingerprint
+from training.target_model import fingerprint
 
 NEW_TOKENS = 12
 # Two best logits this close may change places when prompts are padded.
@@ -198,13 +198,13 @@ def test_the_bar_moves_with_every_token_and_every_end(
 ) -> None:
     """From the first token on; a prompt counts when it ends, and in the end every one has been counted."""
     seen: list[tuple[int, int]] = []
-    real = sequences_module.BatchProgress.__call__
+    real = sequences_module._show
 
-    def move(progress: Any, num_tokens: int, num_ended: int) -> None:
-        real(progress, num_tokens, num_ended)
-        seen.append((progress._bar.n, num_tokens))
+    def show(bar: Any, begun: int, num_tokens: int, num_ended: int) -> None:
+        real(bar, begun, num_tokens, num_ended)
+        seen.append((bar.n, num_tokens))
 
-    monkeypatch.setattr(sequences_module.BatchProgress, "__call__", move)
+    monkeypatch.setattr(sequences_module, "_show", show)
     found = run(model, examples[:4], tmp_path, batch_size=4)
     lengths = sorted(len(found[i]) - found.prompt_lengths[i] for i in range(4))
     assert lengths[0] < lengths[-1] <= NEW_TOKENS, "the example must have answers of several lengths"

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_while_distilling_and_before_the_first_checkpoint(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """What was distilled is kept, and the same command goes on."""
-    real, calls = sequences.BatchProgress.__call__, 0
+    real, calls = sequences._show, 0
 
     def progress(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -99,7 +100,7 @@ def test_while_distilling_and_before_the_first_checkpoint(
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(sequences.BatchProgress, "__call__", progress)
+    monkeypatch.setattr(sequences, "_show", progress)
     line = interrupted(argv, capsys)
     cache = tmp_path / "out.run/cache"
     assert line == (
@@ -126,13 +127,13 @@ def test_while_distilling_and_before_the_first_checkpoint(
 
 
 def test_what_to_do_depends_on_the_checkpoint_and_the_flags() -> None:
-    paths = Path("m"), Path("o"), (Path("d"),)
+    config = TrainingConfig(model=Path("m"), out=Path("o"), data=(Path("d"),))
     phase = RunPhase()
-    phase.training(TrainingConfig(*paths), 7, 5)
+    phase.training(config, 7, 5)
     assert phase.line == "interrupted at step 7; run the same command with --resume to go on from step 5"
-    phase.training(TrainingConfig(*paths, overwrite=True), 7, 5)
+    phase.training(replace(config, overwrite=True), 7, 5)
     assert "with --resume without --overwrite to go on from step 5" in phase.line
-    phase.writing(TrainingConfig(*paths, overwrite=True))
+    phase.writing(replace(config, overwrite=True))
     assert "with --resume without --overwrite to evaluate and write them" in phase.line
-    phase.training(TrainingConfig(*paths, resume=True), 7, 5)
+    phase.training(replace(config, resume=True), 7, 5)
     assert phase.line == "interrupted at step 7; run the same command again to go on from step 5"

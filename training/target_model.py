@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
 from drafters.checkpoints.gguf_file import is_gguf
-from drafters.checkpoints.loading import load_config, load_model
+from drafters.checkpoints.loading import load_model
 from drafters.model_files import stored_weights_digest
 from drafters.target_models import (
     TargetModelError,
@@ -40,10 +40,7 @@ Chooser = Callable[[Tensor], Tensor]
 
 
 def load_pretrained(load: Callable[..., Any], model: Path, **options: Any) -> Any:
-    """Load something of a model with a function of ``drafters.checkpoints.loading``.
-
-    Raises TrainingError with one line.
-    """
+    """Load something of a model, or its files, with a function of ``drafters``. Raises TrainingError."""
     try:
         return load(model, **options)
     except TargetModelError as error:
@@ -54,16 +51,10 @@ def load_pretrained(load: Callable[..., Any], model: Path, **options: Any) -> An
         raise TrainingError(f"--model: {model}: {reason}") from error
 
 
-def read_model_config(config: TrainingConfig) -> Any:
-    """The target model's configuration. Raises TrainingError for a model that cannot be exported."""
-    return load_pretrained(load_config, config.model)
-
-
 def multiplies_bf16() -> bool:
     """Whether the run's device has instructions for products in bfloat16.
 
-    Every GPU is assumed to have them. A CPU without them multiplies bfloat16 5 to 40 times slower than
-    float32.
+    Every GPU is assumed to have them. A CPU without them multiplies bfloat16 5 to 40 times slower.
     """
     capabilities = torch.cpu.get_capabilities()
     return torch.cuda.is_available() or any(capabilities.get(name, False) for name in BF16_INSTRUCTIONS)
@@ -188,28 +179,23 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-class NucleusSampler:
+def nucleus_sampler(temperature: float, top_p: float, seed: int, device: torch.device) -> Chooser:
     """Draws from the nucleus of a tempered distribution (Holtzman et al., arXiv 1904.09751).
 
-    temperature: above 0
     top_p: the share of the probability that the nucleus holds, above 0 and at most 1
     """
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device):
-        self._temperature = temperature
-        self._top_p = top_p
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> tokens [B] int64."""
-        scaled = logits.float() / self._temperature
+    def choose(logits: Tensor) -> Tensor:
+        scaled = logits.float() / temperature
         top, tokens = scaled.topk(min(NUCLEUS, scaled.shape[-1]), dim=-1)
         probs = (top - scaled.logsumexp(-1, keepdim=True)).exp()
         # A token is in the nucleus if the more probable tokens do not fill it. The first token always is.
         before = probs.cumsum(-1) - probs
-        kept = probs.masked_fill(before >= self._top_p, 0.0)
-        drawn = torch.multinomial(kept, 1, generator=self._generator)
-        return tokens.gather(-1, drawn).squeeze(-1)
+        kept = probs.masked_fill(before >= top_p, 0.0)
+        return tokens.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)
+
+    return choose
 
 
 @torch.no_grad()

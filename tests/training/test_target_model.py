@@ -22,9 +22,9 @@ from training import train
 from training.config import TrainingConfig
 from training.data.batches import Batch, LiveFeatures
 from training.data.sequences import Example, Sequences, distill
+from training.fresh_heads import make_head
 from training.head_config import HeadConfig
-from training.model.fresh_heads import make_head
-from training.model.target_model import (
+from training.target_model import (
     SharedTables,
     load_target_model,
     target_digest,
@@ -47,7 +47,7 @@ PROMPTS = [Example([5, 6, 7], None), Example([4, 3], None)]
 
 
 def make_config(model: Path, **settings: Any) -> TrainingConfig:
-    return TrainingConfig(model, Path("o"), (Path("d"),), **settings)
+    return TrainingConfig(model=model, out=Path("o"), data=(Path("d"),), **settings)
 
 
 def load(directory: Path, **options: Any) -> Any:

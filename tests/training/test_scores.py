@@ -17,8 +17,8 @@ from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
-from training.losses.ctc import LOG_ZERO, Scores
-from training.losses.scores import SoftTargets, Targets, parallel_scores, vocabulary_statistics
+from training.losses import LOG_ZERO, Scores
+from training.scores import SoftTargets, Targets, parallel_scores, vocabulary_statistics
 
 VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -206,7 +206,7 @@ def spell(after: Callable[[int], Tensor], lattice: Lattice, anchor: int, path: l
 
 
 def test_vocabulary_statistics_goes_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.losses import scores
+    from training import scores
 
     hidden, weight = torch.randn(7, HIDDEN), torch.randn(VOCAB, HIDDEN)
     whole = vocabulary_statistics(hidden, weight, 4)
@@ -216,13 +216,12 @@ def test_vocabulary_statistics_goes_block_by_block(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_block_on_a_gpu_has_as_many_rows_as_fit() -> None:
-    from training.losses.scores import BLOCK_ROWS, GPU_BLOCK_BYTES, _blocks
+    from training.scores import BLOCK_ROWS, GPU_BLOCK_BYTES, _block_logits
 
     for vocab_size, expected in ((2**14, GPU_BLOCK_BYTES // 2**16), (2**24, BLOCK_ROWS)):
         hidden, weight = (torch.empty(rows, 1, device="meta") for rows in (3 * expected, vocab_size))
-        assert [part.start for part in _blocks(hidden, weight)] == [0, expected, 2 * expected]
-    hidden = torch.empty(3 * BLOCK_ROWS, 1)
-    assert len(_blocks(hidden, weight)) == 3
+        assert [part.start for part, _ in _block_logits(hidden, weight)] == [0, expected, 2 * expected]
+    assert len(list(_block_logits(torch.empty(3 * BLOCK_ROWS, 1), torch.empty(5, 1)))) == 3
 
 
 def test_a_fresh_transition_changes_nothing() -> None:

@@ -15,9 +15,9 @@ from drafters.target_models import last_layer_logits
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, LiveFeatures, SampledBatch, select_layers
 from training.data.sequences import Sequences
+from training.fresh_heads import make_head
 from training.head_config import HeadConfig
 from training.head_set import HeadSet
-from training.model.fresh_heads import make_head
 
 # float32 sums in another order; the target model's distribution is kept in bfloat16.
 TOLERANCE, TEACHER_TOLERANCE = 1e-4, 1e-2
@@ -43,7 +43,7 @@ def sampled() -> SampledBatch:
 
 
 def make_set(model: Any, *settings: HeadConfig) -> HeadSet:
-    config = TrainingConfig(Path("m"), Path("o"), (Path("d"),), settings)
+    config = TrainingConfig(model=Path("m"), out=Path("o"), data=(Path("d"),), heads=settings)
     heads = [make_head(model, one, config) for one in settings]
     with torch.no_grad():
         for head in heads:

@@ -15,8 +15,8 @@ from drafters.layers import DraftLayer
 from drafters.target_models import rope_parameters
 from training.config import TrainingConfig
 from training.head_config import HeadConfig
-from training.model.target_model import SharedTables, target_digest
 from training.settings import TrainingError
+from training.target_model import SharedTables, target_digest
 
 
 def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> DrafterConfig:
@@ -61,7 +61,9 @@ def make_head(
     torch.manual_seed(settings.seed)
     head = build_drafter(dataclasses.replace(shape, base_weights=target_digest(model, config.model)))
     if head.draft_token_ids is not None and token_counts is not None:
-        head.set_draft_vocabulary(most_frequent(token_counts, shape.label_count))
+        # Of equal counts lower numbers come first: tokenizers that merge pairs number frequent ones first.
+        most_frequent = token_counts.argsort(descending=True, stable=True)[: shape.label_count]
+        head.set_draft_vocabulary(most_frequent.sort().values)
     tables = tables or SharedTables.of(model, config.precision, model.device)
     head = head.to(tables.embed_tokens.device)
     tables.attach(head, model)
@@ -70,21 +72,11 @@ def make_head(
     return head
 
 
-def most_frequent(token_counts: Tensor, count: int) -> Tensor:
-    """The ``count`` tokens with the highest counts [V], ascending.
+def fitting_weights(head: Drafter, directory: Path) -> dict[str, Tensor]:
+    """The weights of another head's checkpoint that fit a head, which may be on the meta device.
 
-    Among tokens of equal counts, those with lower numbers come first: tokenizers that merge pairs number the
-    frequent ones first.
-    """
-    return token_counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def warm_start(head: Drafter, directory: Path) -> list[str]:
-    """Copy every weight that fits from another head's checkpoint, and return their names.
-
-    Frame queries are copied frame by frame; frames beyond those of the other head start as its last one.
-    Layers beyond those of the other head start as the identity, so that the deeper head drafts what the
-    other one does. Raises TrainingError if no weight fits.
+    Frame queries are taken frame by frame; frames beyond those of the other head start as its last one.
+    Raises TrainingError if no weight fits.
     """
     path = directory / WEIGHTS_NAME
     try:
@@ -101,7 +93,17 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     taken = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
-    head.load_state_dict(own | taken)
+    return taken
+
+
+def warm_start(head: Drafter, directory: Path) -> list[str]:
+    """Copy every weight that fits from another head's checkpoint, and return their names.
+
+    Layers beyond those of the other head start as the identity, so that the deeper head drafts what the
+    other one does. Raises TrainingError if no weight fits.
+    """
+    taken = fitting_weights(head, directory)
+    head.load_state_dict(head.state_dict() | taken)
     if any(name.startswith("layers.0.") for name in taken):
         for name, layer in head.named_modules():
             if isinstance(layer, DraftLayer) and not any(weight.startswith(f"{name}.") for weight in taken):

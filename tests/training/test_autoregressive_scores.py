@@ -14,8 +14,8 @@ from drafters.config import DrafterConfig
 from training.data.batches import Batch, SampledBatch
 from training.head_config import HeadConfig
 from training.head_set import HeadSet
-from training.losses.ctc import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
-from training.losses.scores import SoftTargets, Targets, autoregressive_scores
+from training.losses import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
+from training.scores import SoftTargets, Targets, autoregressive_scores
 
 VOCAB, HIDDEN, DEPTH, ROWS = 23, 8, 4, 5
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from training.head_set import LOSSES
-from training.losses.ctc import (
+from training.losses import (
     DECAY,
     LOG_ZERO,
     Scores,
@@ -20,8 +20,8 @@ from training.losses.ctc import (
     ctc_loss,
     forward_variables,
     prefix_ctc_loss,
+    streams_loss,
 )
-from training.losses.streams import streams_loss
 
 # Both sides work in float64.
 BRUTE_FORCE_RTOL = 1e-9

@@ -14,6 +14,7 @@ labels of each hidden state (``vocabulary_statistics``); the logit of a given la
 hidden states go through the LM head a block at a time, and once more when the gradient is computed.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.parallel import ParallelDrafter
 from drafters.transition import normaliser
-from training.losses.ctc import LOG_ZERO, Scores
+from training.losses import LOG_ZERO, Scores
 
 # Hidden states of one block. Each block reads the whole LM head: with a vocabulary of 151,936, blocks of
 # 6, 64, 256 and 1,152 took 81, 16, 12 and 11 s on two CPU cores. 256 rows of such logits are 156 MB.
@@ -41,9 +42,7 @@ class _Statistics(torch.autograd.Function):
         total = hidden.new_empty(rows, dtype=torch.float32)
         top = hidden.new_empty(rows, count, dtype=torch.float32)
         tokens = torch.empty(rows, count, dtype=torch.long, device=hidden.device)
-        buffer = _block_buffer(hidden, weight)
-        for part in _blocks(hidden, weight):
-            logits = _block_logits(hidden[part], weight, buffer)
+        for part, logits in _block_logits(hidden, weight):
             if count:
                 top[part], tokens[part] = logits.topk(count, dim=-1)
             best = logits.amax(-1, keepdim=True)
@@ -61,39 +60,29 @@ class _Statistics(torch.autograd.Function):
         hidden, weight, total, tokens = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        buffer = _block_buffer(hidden, weight)
-        for part in _blocks(hidden, weight):
-            logits = _block_logits(hidden[part], weight, buffer)
-            logits = logits.sub_(total[part].unsqueeze(-1)).exp_().mul_(grad_total[part].unsqueeze(-1))
+        for part, logits in _block_logits(hidden, weight):
+            probs = logits.sub_(total[part].unsqueeze(-1)).exp_().mul_(grad_total[part].unsqueeze(-1))
             if tokens.shape[1]:
-                logits.scatter_add_(1, tokens[part], grad_top[part])
-            grad = logits.to(hidden.dtype)
+                probs.scatter_add_(1, tokens[part], grad_top[part])
+            grad = probs.to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _block_rows(hidden: Tensor, weight: Tensor) -> int:
-    if hidden.device.type == "cpu":
-        return BLOCK_ROWS
-    return max(BLOCK_ROWS, GPU_BLOCK_BYTES // (4 * weight.shape[0]))
+def _block_logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of hidden states with their logits in float32, which may be overwritten.
 
-
-def _blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = _block_rows(hidden, weight)
-    return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]
-
-
-def _block_buffer(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory for the logits of one block, which every block uses again."""
-    rows = min(_block_rows(hidden, weight), hidden.shape[0])
-    return hidden.new_empty(rows, weight.shape[0], dtype=torch.float32)
-
-
-def _block_logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """The logits of a block's hidden states in float32, in ``buffer``, which may be overwritten."""
-    return buffer[: hidden.shape[0]].copy_(F.linear(hidden, weight))
+    Every block has its logits in the same memory.
+    """
+    size = BLOCK_ROWS
+    if hidden.device.type != "cpu":
+        size = max(BLOCK_ROWS, GPU_BLOCK_BYTES // (4 * weight.shape[0]))
+    buffer = hidden.new_empty(min(size, hidden.shape[0]), weight.shape[0], dtype=torch.float32)
+    for start in range(0, hidden.shape[0], size):
+        part = slice(start, start + size)
+        yield part, buffer[: hidden[part].shape[0]].copy_(F.linear(hidden[part], weight))
 
 
 def vocabulary_statistics(hidden: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,10 +128,7 @@ class SoftTargets:
 def parallel_scores(
     drafter: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
-    """Scores of a parallel head; hidden [R, T, H].
-
-    A first frame that says nothing has none: the scores are those of the other frames.
-    """
+    """Scores of a parallel head, without those of a first frame that says nothing; hidden [R, T, H]."""
     config = drafter.config
     is_silent = config.trunk_type.silent_start
     if is_silent:

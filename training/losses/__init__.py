@@ -1,1 +1,0 @@
-"""Losses: what a draft head is trained on."""

@@ -1,1 +1,0 @@
-"""The frozen target model of a run, and the fresh draft heads that read it."""
