@@ -20,8 +20,8 @@ from drafters.config import DrafterConfig
 from export import draft_directory as draft
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
+from integrations.tensorrt_llm.model import ATTENTION_BACKEND, TARGET_MODEL_TYPES
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
-from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, TARGET_MODEL_TYPES
 
 TARGET = "tensorrt-llm"
 # Sequences of a batch, and positions of a sequence unless --max-context says otherwise. The engine reserves

@@ -46,7 +46,10 @@ class ShardedLayer(nn.Module):
     """Pre-norm attention of frames to the context and to each other, then a SwiGLU MLP.
 
     world: devices that share the layer; prefix: a name that no other layer has
+    attn: the engine's attention, which a subclass makes
     """
+
+    attn: Any
 
     def __init__(self, config: DrafterConfig, projections: Projections, *, world: int, prefix: str):
         super().__init__()
@@ -85,9 +88,14 @@ class ShardedLayer(nn.Module):
         heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).unsqueeze(0)
         return rotate(heads, *rotary).squeeze(0).transpose(0, 1).contiguous()
 
-    def finish(self, frames: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream [R, H] after attention [R, heads * D] and the MLP."""
-        frames = frames + self.o_proj(attended)[0]
+    def forward(self, frames: Tensor, rotary: Rotary, *arguments: Any) -> Tensor:
+        """frames [R, H] of all sequences, whose context is in the cache already -> [R, H].
+
+        arguments: what the engine's attention takes beside queries, keys and values
+        """
+        query, key, value = self.project(self.input_norm(frames))
+        query, key = (self.rotated(each, rotary).flatten(1) for each in (query, key))
+        frames = frames + self.o_proj(self.attn(query, key, value.contiguous(), *arguments))[0]
         gate, up = self.gate_up_proj(self.post_norm(frames))[0].chunk(2, dim=-1)
         mixed: Tensor = self.down_proj(F.silu(gate) * up)[0]
         return frames + mixed

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
-from drafters.layers import Rotary, RotaryEmbedding
+from drafters.layers import RotaryEmbedding
 from integrations.draft_directory import TREE, DraftError, DraftSettings, model_problem
 from integrations.frames import HeadParts, Projections, ShardedLayer, load_sharded
 from integrations.sglang.settings import block_problem, lm_head_problem
@@ -62,17 +62,6 @@ class FrameLayer(ShardedLayer):
     def apply_k_rope(self, positions: Tensor, k: Tensor) -> Tensor:
         """Keys [N, KV heads * D] at these positions [N], rotated."""
         return self.rotated(k, self._rotary[0](positions.unsqueeze(0))).flatten(1)
-
-    def forward(self, frames: Tensor, rotary: Rotary, forward_batch: Any) -> Tensor:
-        """frames [R, H] of all sequences, whose context is in the cache already -> [R, H]."""
-        query, key, value = self.project(self.input_norm(frames))
-        attended = self.attn(
-            self.rotated(query, rotary).flatten(1),
-            self.rotated(key, rotary).flatten(1),
-            value.contiguous(),
-            forward_batch,
-        )
-        return self.finish(frames, attended)
 
 
 class DFlashCTCForCausalLM(HeadParts):

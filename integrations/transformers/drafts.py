@@ -7,7 +7,6 @@ one for every further level. What a pass of such a head reads is in the table of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -55,21 +54,7 @@ class Context:
     features: Tensor
 
 
-class Drafts(Protocol):
-    """The drafts of a batch of sequences, each with its own context."""
-
-    def propose(
-        self, contexts: Sequence[Context], roots: Sequence[int | None], num_nodes: int
-    ) -> list[TokenTree]:
-        """Read new context and draft after each root; the tree of a sequence that has none is empty.
-
-        contexts: what has come since the last call; A is at least 1 unless the sequence has no root
-        num_nodes: drafts of a tree at most; 0 for none
-        """
-        ...
-
-
-def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> Drafts:
+def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> "Drafts":
     """The drafts of a head for sequences without any context yet."""
     if isinstance(head, AutoregressiveDrafter):
         return LevelDrafts(head, batch_size, options)
@@ -110,7 +95,7 @@ class ContextCache:
 
 
 class ParallelDrafts:
-    """``ctc``, ``block`` and ``medusa`` heads.
+    """The drafts of ``ctc``, ``block`` and ``medusa`` heads for a batch, each sequence with its own context.
 
     New context is padded on the right to the longest of the batch. The padding stays in the cache of an
     attention head, where no frame sees it.
@@ -128,15 +113,17 @@ class ParallelDrafts:
     def propose(
         self, contexts: Sequence[Context], roots: Sequence[int | None], num_nodes: int
     ) -> list[TokenTree]:
+        """Read new context and draft after each root; the tree of a sequence that has none is empty.
+
+        contexts: what has come since the last call; A is at least 1 unless the sequence has no root
+        num_nodes: drafts of a tree at most; 0 for none
+        """
+        search = chain_search if self._options.shape == CHAIN else prefix_search
         lattices = self._lattices(contexts, [NO_ROOT if root is None else root for root in roots])
         return [
-            TokenTree.root(NO_ROOT) if root is None else self._search(lattice, root, num_nodes)
+            TokenTree.root(NO_ROOT) if root is None else search(lattice, root_token=root, num_nodes=num_nodes)
             for lattice, root in zip(lattices, roots, strict=True)
         ]
-
-    def _search(self, lattice: Lattice, root: int, num_nodes: int) -> TokenTree:
-        search = chain_search if self._options.shape == CHAIN else prefix_search
-        return search(lattice, root_token=root, num_nodes=num_nodes)
 
     def _lattices(self, contexts: Sequence[Context], roots: Sequence[int]) -> list[Lattice]:
         head, config = self._head, self._head.config
@@ -184,7 +171,7 @@ class ParallelDrafts:
 
 
 class LevelDrafts:
-    """``hydra`` and ``eagle`` heads."""
+    """The same of ``hydra`` and ``eagle`` heads."""
 
     def __init__(self, head: AutoregressiveDrafter, batch_size: int, options: DraftOptions):
         self._head = head
@@ -214,6 +201,9 @@ class LevelDrafts:
             beam_width=self._beam_width,
             min_level_probability=self._options.min_level_probability,
         )
+
+
+Drafts = ParallelDrafts | LevelDrafts
 
 
 class HeadPasses:

@@ -33,8 +33,7 @@ from integrations.transformers.checks import (
     prompts_of,
 )
 from integrations.transformers.drafts import DraftOptions, new_drafts
-from integrations.transformers.loop import DecodedTexts, TargetPasses, decode
-from integrations.transformers.texts import TokenChooser, padded, steps
+from integrations.transformers.loop import TargetPasses, Text, TokenChooser, decode, padded, steps
 
 USUAL_OPTIONS = DraftOptions()
 # The heads that ``generate_with`` has loaded for a model, by their names and options.
@@ -128,11 +127,12 @@ class SpeculativeHead:
         )
         with torch.no_grad(), TargetPasses(model, self.drafter.config.target_layer_ids) as passes:
             drafts = new_drafts(self.drafter, batch_size, self.options)
-            decoded = decode(passes, drafts, chooser, prompts, num_nodes=self.options.num_nodes)
+            texts, self.tokens_per_step = decode(
+                passes, drafts, chooser, prompts, num_nodes=self.options.num_nodes
+            )
         if token_streamer is not None:
             token_streamer.end()
-        self.tokens_per_step = (decoded.num_tokens - batch_size) / max(decoded.num_steps, 1)
-        return _output(decoded, prompts.cache, generation_config, input_ids.device)
+        return _output(texts, prompts.cache, generation_config, input_ids.device)
 
 
 # The old name, for one release.
@@ -153,18 +153,18 @@ def head_directory(name: Path | str) -> Path:
 
 
 def _output(
-    decoded: DecodedTexts, cache: Any, config: Any, device: torch.device
+    texts: list[Text], cache: Any, config: Any, device: torch.device
 ) -> Tensor | GenerateDecoderOnlyOutput:
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     padding = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)
-    sequences = padded(decoded.texts, padding).to(device)
+    sequences = padded(texts, padding).to(device)
     if not config.return_dict_in_generate:
         return sequences
     fields: dict[str, Any] = {"sequences": sequences, "past_key_values": cache}
     if config.output_scores:
-        fields["scores"] = steps([text.scores for text in decoded.texts])
+        fields["scores"] = steps([text.scores for text in texts])
     if config.output_logits:
-        fields["logits"] = steps([text.logits for text in decoded.texts])
+        fields["logits"] = steps([text.logits for text in texts])
     return GenerateDecoderOnlyOutput(**fields)
 
 

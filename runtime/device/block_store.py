@@ -4,11 +4,14 @@ The memory has slots of the shape that a sequence's slot has in the caches, so o
 a block for all heads of a layer's keys or values. ``runtime.decode.prefix_cache`` says what is in a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.decode.prefix_cache import BLOCK_SIZE
 from runtime.device.device import ALIGNMENT, ITEM_SIZES, Device, DeviceArray
+
+# A cache, a slot of it and the first position there.
+Positions = tuple[DeviceArray, int, int]
 
 
 @dataclass(frozen=True)
@@ -57,37 +60,38 @@ class BlockStore:
     def save(self, slot: int, start: int, end: int) -> StoredBlock:
         """Copy the positions of a block from a slot."""
         block = StoredBlock(self._free_places.pop(), self._block_bytes, self._free_places)
-        for cache, memory, shift in self._pairs:
-            first = max(start - shift, 0)
-            self._copy((cache, slot, first), (memory, *self._place(block)), end - shift - first)
+        for part, stored, count in self._parts(block, slot, start, end):
+            copy_positions(self._device, part, stored, count)
         return block
 
     def load(self, slot: int, blocks: Sequence[StoredBlock]) -> None:
         """Copy blocks into a slot, one behind the other."""
         for index, block in enumerate(blocks):
-            start, end = index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE
-            for cache, memory, shift in self._pairs:
-                first = max(start - shift, 0)
-                self._copy((memory, *self._place(block)), (cache, slot, first), end - shift - first)
+            start = index * BLOCK_SIZE
+            for part, stored, count in self._parts(block, slot, start, start + BLOCK_SIZE):
+                copy_positions(self._device, stored, part, count)
 
-    def _place(self, block: StoredBlock) -> tuple[int, int]:
-        """The slot of the memory that a block is in, and its first position there."""
-        slot, index = divmod(block.place, self._per_slot)
-        return slot, index * BLOCK_SIZE
+    def _parts(
+        self, block: StoredBlock, slot: int, start: int, end: int
+    ) -> Iterator[tuple[Positions, Positions, int]]:
+        """Of every cache: where a block begins in a slot, where in the store, and its number of positions."""
+        stored_slot, index = divmod(block.place, self._per_slot)
+        for cache, memory, shift in self._pairs:
+            first = max(start - shift, 0)
+            yield (cache, slot, first), (memory, stored_slot, index * BLOCK_SIZE), end - shift - first
 
-    def _copy(
-        self, source: tuple[DeviceArray, int, int], target: tuple[DeviceArray, int, int], count: int
-    ) -> None:
-        """Copy ``count`` positions. Source and target are an array, a slot and the first position each."""
-        cache = source[0]
-        row = _row_bytes(cache)
-        self._device.copy_blocks(
-            _from_position(*source),
-            _from_position(*target),
-            count=cache.shape[1],
-            size=count * row,
-            pitch=cache.shape[2] * row,
-        )
+
+def copy_positions(device: Device, source: Positions, target: Positions, count: int) -> None:
+    """Copy ``count`` positions of all heads."""
+    cache = source[0]
+    row = _row_bytes(cache)
+    device.copy_blocks(
+        _from_position(*source),
+        _from_position(*target),
+        count=cache.shape[1],
+        size=count * row,
+        pitch=cache.shape[2] * row,
+    )
 
 
 def _room(array: DeviceArray) -> int:

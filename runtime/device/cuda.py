@@ -69,13 +69,11 @@ class CudaDevice:
 
     def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
         self._hold(source, target)
-        kind = self._cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._copy(target.address, source.ctypes.data, source.nbytes, kind)
+        self._copy(target.address, source.ctypes.data, source.nbytes, "cudaMemcpyHostToDevice")
 
     def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
         self._hold(target, source)
-        kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._copy(target.ctypes.data, source.address, target.nbytes, kind)
+        self._copy(target.ctypes.data, source.address, target.nbytes, "cudaMemcpyDeviceToHost")
 
     def clear(self, array: DeviceArray) -> None:
         if array.nbytes:
@@ -84,8 +82,7 @@ class CudaDevice:
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         if source.nbytes > target.nbytes:
             raise ValueError(f"{source.nbytes} bytes cannot be copied to an array of {target.nbytes}")
-        kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        self._copy(target.address, source.address, source.nbytes, kind)
+        self._copy(target.address, source.address, source.nbytes, "cudaMemcpyDeviceToDevice")
 
     def copy_blocks(
         self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
@@ -178,18 +175,15 @@ class CudaDevice:
             self._failure = closed
 
     def at_close(self, release: Callable[[], Any]) -> None:
-        """As ``Gpu.at_close``."""
         self._at_close.append(release)
 
     def select(self) -> None:
-        """As ``Gpu.select``."""
         if self._failure is not None:
             raise DeviceError(self._failure)
         # In every call, because other code of this thread may have chosen another GPU meanwhile.
         check_result(self._cudart, "cudaSetDevice", *self._cudart.cudaSetDevice(self.index))
 
     def free_memory(self) -> tuple[int, int]:
-        """As ``Gpu.free_memory``."""
         self.select()
         error, free, total = self._cudart.cudaMemGetInfo()
         check_result(self._cudart, "cudaMemGetInfo", error)
@@ -210,7 +204,6 @@ class CudaDevice:
         self._when_prepared.append(work)
 
     def prepared(self) -> None:
-        """As ``Gpu.prepared``."""
         for work in self._when_prepared:
             work()
 
@@ -223,13 +216,13 @@ class CudaDevice:
         return f"{free} of the GPU's {total} bytes are free"
 
     def fail(self, reason: str) -> DeviceError:
-        """As ``Gpu.fail``."""
         self._failure = f"cuda:{self.index} is unusable since {reason}"
         return DeviceError(reason)
 
-    def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
+    def _copy(self, target: int, source: int, size: int, kind: str) -> None:
         if size:
-            self._call("cudaMemcpyAsync", target, source, size, kind, self.stream)
+            flag = getattr(self._cudart.cudaMemcpyKind, kind)
+            self._call("cudaMemcpyAsync", target, source, size, flag, self.stream)
 
     def _hold(self, host: NDArray[Any], array: DeviceArray) -> None:
         if host.nbytes != array.nbytes or not host.flags.c_contiguous:
@@ -287,14 +280,9 @@ def capability_of_gpu(cudart: Any, index: int = 0) -> str | None:
     if error != cudart.cudaError_t.cudaSuccess or index >= count:
         return None
     attributes = cudart.cudaDeviceAttr
-    parts = [
-        cudart.cudaDeviceGetAttribute(attribute, index)[1]
-        for attribute in (
-            attributes.cudaDevAttrComputeCapabilityMajor,
-            attributes.cudaDevAttrComputeCapabilityMinor,
-        )
-    ]
-    return f"sm{parts[0]}{parts[1]}"
+    wanted = attributes.cudaDevAttrComputeCapabilityMajor, attributes.cudaDevAttrComputeCapabilityMinor
+    major, minor = (cudart.cudaDeviceGetAttribute(attribute, index)[1] for attribute in wanted)
+    return f"sm{major}{minor}"
 
 
 def check_device_name(name: str) -> int:

@@ -1,8 +1,7 @@
 """A device as the graph step sees it: memory, one stream, and engines that run on both.
 
 A device works on its stream in the order of the calls. A call returns at once, and its effect on memory is
-visible after ``synchronize``. The devices are ``HostDevice``,
-``runtime.device.cuda.CudaDevice`` and ``runtime.device.pytorch.device.TorchDevice``.
+visible after ``synchronize``. Devices are ``HostDevice``, and ``CudaDevice`` and ``TorchDevice`` elsewhere.
 """
 
 import ctypes
@@ -68,56 +67,44 @@ class Device(Protocol):
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """An array of zeros, whose memory is freed by ``close``."""
-        ...
 
     def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         """Zeros in host memory that the device can reach (pinned), for uploads and downloads."""
-        ...
 
     def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
         """Copy from the host; the source must not change before ``synchronize``."""
-        ...
 
     def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
         """Copy to the host; the target must not be read before ``synchronize``."""
-        ...
 
     def clear(self, array: DeviceArray) -> None:
         """Set an array to zeros."""
-        ...
 
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         """Copy all bytes of the source within the device; the two arrays must not overlap."""
-        ...
 
     def copy_blocks(
         self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
     ) -> None:
         """Copy ``count`` blocks of ``size`` bytes; in both arrays a block begins every ``pitch`` bytes."""
-        ...
 
     def capture(self, work: Launch) -> Launch:
         """Record what ``work`` puts on the stream, without doing it; the result launches all of it at once.
 
         If a device cannot record, the result calls ``work``.
         """
-        ...
 
     def mark(self) -> Any:
         """An event at the end of the work that is on the stream now."""
-        ...
 
     def milliseconds(self, first: Any, second: Any) -> float:
         """Time between two events; valid after ``synchronize``."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until all work is done."""
-        ...
 
     def close(self) -> None:
         """Wait, and free all memory. A second call does nothing."""
-        ...
 
 
 class Gpu(Protocol):
@@ -137,23 +124,18 @@ class Gpu(Protocol):
 
         Raises DeviceError if the device has failed.
         """
-        ...
 
     def fail(self, reason: str) -> DeviceError:
         """Mark the device as unusable, and return the error to raise."""
-        ...
 
     def at_close(self, release: Callable[[], Any]) -> None:
         """``close`` calls ``release`` when no work uses anything any more, the last one given first."""
-        ...
 
     def prepared(self) -> None:
         """All passes of requests have run once: what libraries have compiled for them can be kept."""
-        ...
 
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the GPU's memory, and all bytes."""
-        ...
 
 
 def as_gpu(device: Any) -> Gpu | None:
@@ -173,11 +155,9 @@ class DeviceEngine(Protocol):
 
         Raises DeviceError for shapes that the engine does not accept.
         """
-        ...
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Put a single pass on the stream and keep nothing of it. It must not be captured."""
-        ...
 
 
 # Makes the engine of a graph, by the graph's name.
@@ -189,11 +169,7 @@ OpenDevice = Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine
 
 
 def can_be_captured(launch: Launch) -> bool:
-    """Whether a device can record a launch: one that an engine's ``bind`` returned, or any other work.
-
-    The launch is asked by its method ``can_be_captured`` before a capture begins. One without this method can
-    be recorded.
-    """
+    """Whether a device can record a launch, which has a method of this name to ask if it cannot always."""
     ask = getattr(launch, "can_be_captured", None)
     return ask is None or bool(ask())
 

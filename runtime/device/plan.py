@@ -1,19 +1,22 @@
-"""Which graphs a step on a device runs for trees of every size, in which order, and the arrays they share.
+"""Which graphs a step on a device runs for trees of every size, in which order, and on which arrays.
+
+An autoregressive head takes a pass for the root and one for every further level. Between them the graph
+``expand`` chooses the nodes of the next level. The results of each pass stay in arrays of its depth, because
+the search at the end chooses among all of them.
 
 Attention of a step reads the caches up to the length in use. So steps exist for a few lengths of the longest
 text (``StepPlan.lengths``), and the arrays of all of them are views of the same memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass, field, replace
 
 from runtime.core.bundle import (
     DRAFT,
     PARALLEL,
     PLAIN,
     Bundle,
+    DrafterSpec,
     GraphSpec,
     drafter_capacity,
     rounded_capacity,
@@ -22,15 +25,137 @@ from runtime.core.bundle import (
 from runtime.core.errors import RequestError
 from runtime.core.options import MAX_PREFILL_CHUNK, PROMPT_SIZES
 from runtime.decode.step import StepRunner
-from runtime.device.device import BlockPool, Device, DeviceArray, PackedArrays, write_array
-from runtime.device.passes import ArrayKey, GraphPass, HeadPasses, LevelPasses, ParallelPasses
+from runtime.device.device import DeviceArray
 
-# What the host uploads of every slot before a step. Plain steps read the first two, only EAGLE the last.
-STEP_INPUTS = ("lengths", "anchor_ids", "counts", "path_tokens")
 # The graphs that accept, the one with more results first.
 ACCEPT_GRAPHS = ("accept_sampled", "accept")
 # Positions that the passes for the shortest texts read of a cache; each further length reads twice as many.
 SHORTEST_READ = 512
+# Where a head reads a step's context: the features of the last step's path, and the tokens after them.
+CONTEXT = {"features": "path_features", "context_token_ids": "path_tokens"}
+# The outputs of an autoregressive head for every node.
+CHILDREN = ("child_tokens", "child_logprobs")
+# Inputs that the head and the target model have under the same names, each with values of its own.
+OWN_INPUTS = ("attn_mask", "write_index", "positions", "position_ids")
+
+
+@dataclass(frozen=True)
+class ArrayKey:
+    """One array of a step. Tensors with the same key are the same memory, whatever their graphs.
+
+    tensor: the name of a tensor that is stored there
+    of_head: whether it is the draft head's own; the target model has another array of the same tensor
+    """
+
+    tensor: str
+    of_head: bool = False
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it holds the keys or values of a layer, [B, KH, S, D]."""
+        return self.tensor.startswith("past_")
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """One run of a graph.
+
+    axes: sizes of its open axes but those of sequences and caches
+    stored_as: the array's tensor, where a tensor of the graph is stored under the name of another graph's
+    constants: values of inputs of one element that never change
+    of_head: whether the graph reads the head's cache, mask and positions, and not the target model's
+    """
+
+    graph: str
+    axes: Mapping[str, int] = field(default_factory=dict)
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
+    of_head: bool = False
+
+    def key(self, tensor: str) -> ArrayKey:
+        """The array of a tensor. A cache is updated in place, so its output has the key of its input."""
+        if tensor in self.stored_as:
+            return ArrayKey(self.stored_as[tensor])
+        key = ArrayKey(tensor.replace("present_", "past_"))
+        is_own = self.of_head and (key.is_cache or tensor in OWN_INPUTS)
+        return ArrayKey(key.tensor, of_head=is_own)
+
+
+@dataclass(frozen=True)
+class ParallelPasses:
+    """The passes of a head that drafts all frames in one pass.
+
+    path_length: tokens that a step adds to the context at most
+    """
+
+    spec: DrafterSpec
+    path_length: int
+
+    def draft(self, num_nodes: int) -> Sequence[GraphPass]:
+        """The passes that draft a tree of so many nodes; for 0 nodes, those that only read the context."""
+        axes = {"A": self.path_length, "T": self.spec.num_frames}
+        return GraphPass("prepare", of_head=True), GraphPass("drafter", axes, CONTEXT, of_head=True)
+
+    def read(self, num_tokens: int) -> GraphPass:
+        """The pass over so many tokens of a prompt; its drafts are not used."""
+        return GraphPass("drafter", {"A": num_tokens, "T": 1}, of_head=True)
+
+
+@dataclass(frozen=True)
+class LevelPasses:
+    """Those of an autoregressive head, which drafts level by level."""
+
+    spec: DrafterSpec
+    path_length: int
+
+    def draft(self, num_nodes: int) -> Sequence[GraphPass]:
+        passes = [GraphPass("prepare", of_head=True), self._level(0)]
+        for depth in range(1, min(num_nodes, self.spec.num_frames)):
+            passes += [self._expand(depth), self._level(depth)]
+        return passes
+
+    def read(self, num_tokens: int) -> GraphPass:
+        return GraphPass("drafter", self._root_axes(num_tokens), of_head=True)
+
+    def _level(self, depth: int) -> GraphPass:
+        """The head's pass over the nodes of a depth; over the root it reads the new context too."""
+        stored_as = {**CONTEXT, **_at_depth(CHILDREN, depth), "path_ids_0": "anchor_ids"}
+        if depth:
+            return GraphPass("drafter", self._level_axes(depth), stored_as, of_head=True)
+        if self.spec.heads_per_depth:  # all levels read the root's state
+            stored_as["new_states"] = "states"
+        return GraphPass("drafter", self._root_axes(self.path_length), stored_as, of_head=True)
+
+    def _expand(self, depth: int) -> GraphPass:
+        """From the pass above to the nodes of a depth. The root's score and reach are 0, as new memory is."""
+        stored_as = {
+            **_at_depth((*CHILDREN, "frontier_scores", "reach"), depth - 1),
+            **_at_depth(("chosen", "depth"), depth),
+            "next_scores": f"frontier_scores_{depth}",
+            "next_reach": f"reach_{depth}",
+            "node_features": "new_states",
+            "parent_features": "states",
+            "paths": f"path_ids_{depth - 1}" if depth > 1 else "anchor_ids",
+            "next_paths": f"path_ids_{depth}",
+        }
+        axes = {"W": self.spec.beam_width if depth > 1 else 1, "L": depth, "L1": depth + 1}
+        constants = {} if self.spec.heads_per_depth else {"depth": depth}
+        return GraphPass("expand", axes, stored_as, constants, of_head=True)
+
+    def _root_axes(self, num_tokens: int) -> dict[str, int]:
+        axes = {"A": num_tokens, "Q": 1, "N": 0, "P": 1, "M": 1}
+        return axes | {f"M{depth}": int(depth == 0) for depth in range(self.spec.num_frames)}
+
+    def _level_axes(self, depth: int) -> dict[str, int]:
+        width = self.spec.beam_width
+        states = 1 if self.spec.heads_per_depth else width
+        axes = {"A": 0, "Q": 0, "N": states, "P": states, "M": width}
+        return axes | {f"M{d}": width if d == depth else 0 for d in range(self.spec.num_frames)}
+
+
+def _at_depth(tensors: Sequence[str], depth: int) -> dict[str, str]:
+    """Tensors of a pass, each with the tensor of the search that reads the results of its depth."""
+    return {tensor: f"{tensor}_{depth}" for tensor in tensors}
 
 
 @dataclass(frozen=True)
@@ -59,7 +184,7 @@ class StepPlan:
     capacity: int
     room: int
     lengths: tuple[int, ...]
-    head: HeadPasses | None = None
+    head: ParallelPasses | LevelPasses | None = None
     head_capacity: int = 0
     head_room: int = 0
 
@@ -223,73 +348,6 @@ def _fixed_capacity(contract: GraphSpec) -> int | None:
     """Positions of a slot's cache, if the contract fixes them."""
     positions = next((shape[2] for shape in _cache_shapes(contract)), None)
     return positions if isinstance(positions, int) else None
-
-
-class StepBuffers:
-    """The arrays that the graphs of a step share, each as large as its largest use.
-
-    One graph reads what another one wrote, because tensors with the same key have the same array.
-
-    inputs: the arrays of STEP_INPUTS, which one upload brings to the device
-    caches, head_caches: keys and values of all layers of the target model and of the head, [B, KH, S, D] each
-    path_features: [B, P, F], of the last step's path; None without a head
-    slot_arrays: all of these, of which every slot has a row
-    spare_row: memory for the largest of these rows
-    """
-
-    def __init__(self, device: Device, plan: StepPlan):
-        self._plan = plan
-        passes = [(each, plan.max_num_seqs) for each in plan.step_passes()]
-        passes += [(each, 1) for each in plan.prompt_passes(plan.prefill_chunk_size)]
-        largest: dict[ArrayKey, DeviceArray] = {}
-        for each, count in passes:
-            for tensor, array in plan.shapes(each, count).items():
-                key = each.key(tensor)
-                if key not in largest or array.nbytes > largest[key].nbytes:
-                    largest[key] = array
-        inputs = {name: largest.pop(ArrayKey(name)) for name in STEP_INPUTS if ArrayKey(name) in largest}
-        self.inputs = PackedArrays(device, BlockPool(device), "inputs", inputs)
-        self._arrays = {key: device.allocate(each.shape, each.dtype) for key, each in largest.items()}
-        self._arrays |= {ArrayKey(name): array for name, array in self.inputs.on_device.items()}
-        caches = [(key.of_head, array) for key, array in self._arrays.items() if key.is_cache]
-        self.caches = [array for of_head, array in caches if not of_head]
-        self.head_caches = [array for of_head, array in caches if of_head]
-        self.path_features = self._arrays.get(ArrayKey("path_features"))
-        self.slot_arrays = [
-            *self.caches,
-            *self.head_caches,
-            *([self.path_features] if self.path_features else []),
-        ]
-        largest_row = max((array.rows(0, 1).nbytes for array in self.slot_arrays), default=0)
-        self.spare_row = device.allocate((largest_row,), "bool")
-        self._write_constants(device, [each for each, _ in passes])
-
-    def shared(self, tensor: str) -> DeviceArray:
-        """The array of a tensor that is not the head's own, in the shape of its largest use."""
-        return self._arrays[ArrayKey(tensor)]
-
-    def of_pass(
-        self, graph_pass: GraphPass, count: int, *, slot: int = 0, length: int | None = None
-    ) -> dict[str, DeviceArray]:
-        """The arrays of a pass of ``count`` sequences by tensor, with the caches from ``slot`` on.
-
-        length: as of ``StepPlan.shapes``
-        """
-        result = {}
-        for tensor, wanted in self._plan.shapes(graph_pass, count, length).items():
-            key = graph_pass.key(tensor)
-            array = self._arrays[key]
-            result[tensor] = array.rows(slot, slot + count) if key.is_cache else array.view(wanted.shape)
-        return result
-
-    def _write_constants(self, device: Device, passes: Sequence[GraphPass]) -> None:
-        """Write the values that never change: the numbers of positions, and the constants of passes."""
-        for key, array in self._arrays.items():
-            if key.tensor == "positions":
-                write_array(device, array, np.arange(array.shape[0]))
-        for each in passes:
-            for tensor, value in each.constants.items():
-                write_array(device, self._arrays[each.key(tensor)], np.array([value]))
 
 
 def size_that_runs(step_nodes: Sequence[int], wanted: int) -> int:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.device import BlockPool, Device, DeviceArray, DeviceEngine, PackedArrays
-from runtime.device.plan import GraphPass, StepBuffers, StepPlan
+from runtime.device.plan import GraphPass, StepPlan
+from runtime.device.program import StepBuffers
 from runtime.engines.kv_cache import fill_causal_mask, fill_frame_mask
 
 # The inputs of passes over prompts, but for the mask.

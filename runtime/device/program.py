@@ -20,9 +20,11 @@ from runtime.device.device import (
     can_be_captured,
     write_array,
 )
-from runtime.device.plan import StepBuffers, StepPlan
+from runtime.device.plan import ArrayKey, GraphPass, StepPlan
 
 LOGGER = logging.getLogger(__name__)
+# What the host uploads of every slot before a step. Plain steps read the first two, only EAGLE the last.
+STEP_INPUTS = ("lengths", "anchor_ids", "counts", "path_tokens")
 # What the host reads of a step, and of a step whose tokens it chooses itself.
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
@@ -32,6 +34,70 @@ DRAWS = ("uniforms", *SAMPLING_FILTERS)
 ON_HOST = "on the host"
 
 Stage = tuple[str, list[Launch]]
+
+
+class StepBuffers:
+    """The arrays that the graphs of a step share, each as large as its largest use.
+
+    One graph reads what another one wrote, because tensors with the same key have the same array.
+
+    inputs: the arrays of STEP_INPUTS, which one upload brings to the device
+    caches, head_caches: keys and values of all layers of the target model and of the head, [B, KH, S, D] each
+    path_features: [B, P, F], of the last step's path; None without a head
+    slot_arrays: all of these, of which every slot has a row
+    spare_row: memory for the largest of these rows
+    """
+
+    def __init__(self, device: Device, plan: StepPlan):
+        self._plan = plan
+        passes = [(each, plan.max_num_seqs) for each in plan.step_passes()]
+        passes += [(each, 1) for each in plan.prompt_passes(plan.prefill_chunk_size)]
+        largest: dict[ArrayKey, DeviceArray] = {}
+        for each, count in passes:
+            for tensor, array in plan.shapes(each, count).items():
+                key = each.key(tensor)
+                if key not in largest or array.nbytes > largest[key].nbytes:
+                    largest[key] = array
+        inputs = {name: largest.pop(ArrayKey(name)) for name in STEP_INPUTS if ArrayKey(name) in largest}
+        self.inputs = PackedArrays(device, BlockPool(device), "inputs", inputs)
+        self._arrays = {key: device.allocate(each.shape, each.dtype) for key, each in largest.items()}
+        self._arrays |= {ArrayKey(name): array for name, array in self.inputs.on_device.items()}
+        caches = [(key.of_head, array) for key, array in self._arrays.items() if key.is_cache]
+        self.caches = [array for of_head, array in caches if not of_head]
+        self.head_caches = [array for of_head, array in caches if of_head]
+        self.path_features = self._arrays.get(ArrayKey("path_features"))
+        self.slot_arrays = [
+            *self.caches,
+            *self.head_caches,
+            *([self.path_features] if self.path_features else []),
+        ]
+        largest_row = max((array.rows(0, 1).nbytes for array in self.slot_arrays), default=0)
+        self.spare_row = device.allocate((largest_row,), "bool")
+        # The values that never change: the numbers of positions, and the constants of passes.
+        for key, array in self._arrays.items():
+            if key.tensor == "positions":
+                write_array(device, array, np.arange(array.shape[0]))
+        for each, _ in passes:
+            for tensor, value in each.constants.items():
+                write_array(device, self._arrays[each.key(tensor)], np.array([value]))
+
+    def shared(self, tensor: str) -> DeviceArray:
+        """The array of a tensor that is not the head's own, in the shape of its largest use."""
+        return self._arrays[ArrayKey(tensor)]
+
+    def of_pass(
+        self, graph_pass: GraphPass, count: int, *, slot: int = 0, length: int | None = None
+    ) -> dict[str, DeviceArray]:
+        """The arrays of a pass of ``count`` sequences by tensor, with the caches from ``slot`` on.
+
+        length: as of ``StepPlan.shapes``
+        """
+        result = {}
+        for tensor, wanted in self._plan.shapes(graph_pass, count, length).items():
+            key = graph_pass.key(tensor)
+            array = self._arrays[key]
+            result[tensor] = array.rows(slot, slot + count) if key.is_cache else array.view(wanted.shape)
+        return result
 
 
 class Program:
@@ -54,7 +120,9 @@ class Program:
             self._was_run = True
             return
         if self._replay is None:
-            self._replay = self._recorded()
+            launches = [launch for _, each in self._stages for launch in each]
+            is_recorded = bool(launches) and all(map(can_be_captured, launches))
+            self._replay = self._device.capture(self._launch_all) if is_recorded else self._launch_all
         self._replay()
 
     def run_in_stages(self) -> list[tuple[str, Any]]:
@@ -67,29 +135,10 @@ class Program:
         self._was_run = True
         return events
 
-    def _recorded(self) -> Launch:
-        """All stages as one launch, if there is something that the device can record."""
-        launches = [launch for _, each in self._stages for launch in each]
-        if launches and all(map(can_be_captured, launches)):
-            return self._device.capture(self._launch_all)
-        return self._launch_all
-
     def _launch_all(self) -> None:
         for _, launches in self._stages:
             for launch in launches:
                 launch()
-
-
-@dataclass(frozen=True)
-class HostChoice:
-    """The rest of a step whose tokens the host has chosen.
-
-    commit: packs the caches along the paths
-    path: where it reads them, [B, P]; None for plain steps, which pack nothing
-    """
-
-    commit: Program
-    path: DeviceArray | None
 
 
 @dataclass(frozen=True)
@@ -98,13 +147,15 @@ class Step:
 
     results: what the step writes for the host, by tensor: RESULTS, or CHOSEN_FROM if the host chooses
     draws: DRAWS, which the host writes before a step that draws tokens; otherwise empty
-    host_choice: what follows once the host has chosen the tokens; None if the device chooses them
+    commit: the rest of a step once the host has chosen the tokens; None if the device chooses them
+    path: where ``commit`` reads the paths along which it packs the caches, [B, P]; None for plain steps
     """
 
     program: Program
     results: dict[str, NDArray[Any]]
     draws: dict[str, NDArray[Any]]
-    host_choice: HostChoice | None = None
+    commit: Program | None = None
+    path: DeviceArray | None = None
 
 
 class StepPrograms:
@@ -175,7 +226,7 @@ class StepPrograms:
             program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
             commit = Program(device, [("commit", launches(*(each.graph for each in commits)))])
             path = arrays["commit"]["path"] if commits else None
-            return Step(program, results.on_host, {}, HostChoice(commit, path))
+            return Step(program, results.on_host, {}, commit, path)
         results, draws = packed("results", RESULTS), packed("draws", DRAWS)
         upload = [draws.upload] if draws.on_host else []
         stages = [

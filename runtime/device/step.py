@@ -31,11 +31,11 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptor, TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
-from runtime.device.block_store import BlockStore, StoredBlock
-from runtime.device.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine, PackedArrays, write_array
-from runtime.device.plan import ACCEPT_GRAPHS, StepBuffers, StepPlan, size_that_runs
+from runtime.device.block_store import BlockStore, StoredBlock, copy_positions
+from runtime.device.device import Device, DeviceEngine, PackedArrays, write_array
+from runtime.device.plan import ACCEPT_GRAPHS, StepPlan, size_that_runs
 from runtime.device.prefill import GraphPrefill
-from runtime.device.program import ON_HOST, Program, Step, StepPrograms
+from runtime.device.program import ON_HOST, Program, Step, StepBuffers, StepPrograms
 from runtime.engines.recorder import NullRecorder, Recorder
 
 LOGGER = logging.getLogger(__name__)
@@ -98,14 +98,14 @@ class GraphStep:
         if step.draws:
             write_draws(acceptors, step.draws)
         self._run(step.program)
-        if step.host_choice is None:
+        if step.commit is None:
             result = read_result(acceptors, step.results)
         else:
             result, path = accept_on_host(sequences, step.results, self._plan.path_length)
-            if step.host_choice.path:
-                write_array(self._device, step.host_choice.path.view(path.shape), path)
+            if step.path:
+                write_array(self._device, step.path.view(path.shape), path)
             recorder.mark("accept")
-            step.host_choice.commit.run(capture=self.capture)
+            step.commit.run(capture=self.capture)
             self._device.synchronize()
             recorder.mark("commit")
         self._slots.advance(result.tokens, result.counts)
@@ -131,31 +131,22 @@ class GraphStep:
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         if all(lengths):
             for array in self._buffers.slot_arrays:
-                self._swap_rows(array.rows(first, first + 1), array.rows(second, second + 1))
+                one, other = array.rows(first, first + 1), array.rows(second, second + 1)
+                spare = replace(one, address=self._buffers.spare_row.address)
+                self._device.copy(one, spare)
+                self._device.copy(other, one)
+                self._device.copy(spare, other)
         elif lengths[1]:
             self._move(second, first, lengths[1])
         elif lengths[0]:
             self._move(first, second, lengths[0])
         self._slots.swap(first, second)
 
-    def _swap_rows(self, first: DeviceArray, second: DeviceArray) -> None:
-        spare = replace(first, address=self._buffers.spare_row.address)
-        self._device.copy(first, spare)
-        self._device.copy(second, first)
-        self._device.copy(spare, second)
-
     def _move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of a slot to a free one."""
         self._clear(target)
         for cache in (*self._buffers.caches, *self._buffers.head_caches):
-            row = cache.shape[3] * ITEM_SIZES[cache.dtype]
-            self._device.copy_blocks(
-                cache.rows(source, source + 1),
-                cache.rows(target, target + 1),
-                count=cache.shape[1],
-                size=length * row,
-                pitch=cache.shape[2] * row,
-            )
+            copy_positions(self._device, (cache, source, 0), (cache, target, 0), length)
         features = self._buffers.path_features
         if features:
             self._device.copy(features.rows(source, source + 1), features.rows(target, target + 1))
@@ -255,7 +246,7 @@ class SlotState:
     The host knows them, since it reads the tokens of every step. Idle slots are set again before every step,
     so that they do not grow and the device needs no work of its own for them.
 
-    inputs: the arrays of ``runtime.device.plan.STEP_INPUTS``
+    inputs: the arrays of ``runtime.device.program.STEP_INPUTS``
     idle_length: the length of an idle slot
     """
 
@@ -297,8 +288,6 @@ class SlotState:
 
     def leave_idle(self, first: int) -> None:
         """Make the slots from ``first`` on idle in the next step."""
-        if first == self._rows.size:
-            return
         self._lengths[first:] = self._idle_length
         self._anchors[first:] = 0
         self._counts[first:] = 1

@@ -76,11 +76,6 @@ class Context:
         self.profile: int | None = None
         self._needed = needed
 
-    def can_be_captured(self, stream: int) -> bool:
-        """Whether the library can record the next pass. TensorRT, unlike that for RTX, always can."""
-        ask = getattr(self.library, "is_stream_capturable", None)
-        return ask is None or bool(ask(stream))
-
 
 class ContextFactory:
     """Makes the execution contexts of one device's engines.
@@ -162,8 +157,7 @@ class ContextFactory:
 class TensorRTEngine:
     """Passes of one engine.
 
-    trt: the library's module, ``tensorrt_rtx_bindings`` or ``tensorrt``
-    log: its logger; there is one in a process, because the library ignores a second one
+    trt, log: as of ``TensorRTLibrary``
     plan: the compiled engine
     profiles: the shapes it was compiled for, in the plan's order
     name: what messages call it
@@ -284,8 +278,10 @@ class TensorRTEngine:
             raise self._device.fail(f"{self._name}: execute_async_v3 refused a pass")
 
     def _can_be_captured(self, context: Context) -> bool:
+        """Whether the library can record the next pass. TensorRT, unlike that for RTX, always can."""
         self._device.select()
-        if context.can_be_captured(self._device.stream):
+        ask = getattr(context.library, "is_stream_capturable", None)
+        if ask is None or ask(self._device.stream):
             return True
         if not self._has_warned:
             self._has_warned = True

@@ -44,7 +44,7 @@ def operator_library() -> Path | None:
     """
     try:
         directory = cache_directory("operators", DIRECTORY_VARIABLE)
-        processor = _processor()
+        processor = describe_processor()
         if directory is None:
             return None
         if INSTRUCTIONS not in processor or shutil.which(COMPILER) is None:
@@ -100,7 +100,7 @@ def _output_of(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _processor() -> str:
+def describe_processor() -> str:
     """The model and the instructions of this machine's processor; empty where Linux does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()

@@ -7,7 +7,7 @@ kept for each shape, and are made anew only when the cache moves or a buffer gro
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
@@ -29,7 +29,7 @@ from runtime.engines.kv_cache import (
     fill_padding_mask,
     fill_tree_mask,
 )
-from runtime.engines.operators import operator_library
+from runtime.engines.operators import describe_processor, operator_library
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import UNBROKEN, Features
 
@@ -61,11 +61,14 @@ def key_block(head_dim: int) -> int:
 
 
 class Buffers:
-    """A flat array for every tensor, as large as its largest shape so far."""
+    """A flat array for every tensor, as large as its largest shape so far.
 
-    def __init__(self) -> None:
+    on_move: is called whenever an array moves
+    """
+
+    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
         self._flat: dict[str, NDArray[np.generic]] = {}
-        self.version = 0  # increased whenever an array moves
+        self._on_move = on_move
 
     def take(self, tensor: TensorSpec, axes: dict[str, int]) -> NDArray[np.generic]:
         """The beginning of a tensor's array, in its shape for these axes, with whatever it holds."""
@@ -76,7 +79,7 @@ class Buffers:
             # An array grows by at least a quarter, so that bindings are seldom made anew.
             size = count if flat is None else max(count, flat.size * 5 // 4)
             flat = self._flat[tensor.name] = np.zeros(size, NUMPY_TYPES[tensor.dtype])
-            self.version += 1
+            self._on_move()
         return flat[:count].reshape(shape)
 
 
@@ -207,12 +210,10 @@ class OrtEngine:
         self._spec = spec
         self._is_compiled = compiled
         self._outputs = outputs
-        self._buffers = Buffers()
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
+        self._buffers = Buffers(self._passes.clear)
         # The memory of short passes, by its capacity.
         self._short: dict[int, SlabKVCache] = {}
-        # The version of the buffers that the passes are bound to.
-        self._version = self._buffers.version
         self.kv = kv
         kv.on_move = WeakMethod(self._forget)
 
@@ -240,14 +241,12 @@ class OrtEngine:
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
     ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
-        self._forget_moved_buffers()
         # Compiled attention computes over the keys that a row sees.
         short = self.kv.short_capacity(reads) if reads and not self._is_compiled else None
         key = (slot, short, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
             forward = self._bind(axes, slot, short, self._outputs.union(extra_outputs))
-            self._forget_moved_buffers()
             self._passes[key] = forward
             if len(self._passes) > MAX_SHAPES:
                 self._passes.popitem(last=False)
@@ -260,27 +259,18 @@ class OrtEngine:
         given = self._session, self._spec
         if short is None:
             return OrtForwardPass(*given, self.kv, self._buffers, axes, slot, outputs)
-        memory = self._short_memory(short, axes["B"])
+        memory = self._short.get(short)
+        # Memory for the copies of too few slots is replaced.
+        if memory is None or memory.num_slots < axes["B"]:
+            memory = self._short[short] = self.kv.of_capacity(short, axes["B"])
         forward = ShortForwardPass(*given, memory, self._buffers, axes, 0, outputs)
         forward.whole, forward.first_slot = self.kv, slot
         return forward
-
-    def _short_memory(self, capacity: int, num_slots: int) -> SlabKVCache:
-        """Memory for the copies of so many slots; what is too small is replaced."""
-        memory = self._short.get(capacity)
-        if memory is None or memory.num_slots < num_slots:
-            memory = self._short[capacity] = self.kv.of_capacity(capacity, num_slots)
-        return memory
 
     def _forget(self) -> None:
         """Drop what is bound to a cache that has moved, at once: it would keep the cache's memory."""
         self._passes.clear()
         self._short.clear()
-
-    def _forget_moved_buffers(self) -> None:
-        if self._version != self._buffers.version:
-            self._passes.clear()
-            self._version = self._buffers.version
 
 
 def make_host_engine(
@@ -295,7 +285,13 @@ def make_host_engine(
     int8_products: bool,
     compiled: bool = False,
 ) -> OrtEngine:
-    """A graph's engine, with its cache. As ``runtime.engines.protocol.MakeHostEngine``."""
+    """A graph's engine, with its key/value cache.
+
+    name, sizes: of the graph, and of its layers and heads
+    capacity, max_num_seqs: positions that the cache of every sequence has, and how many sequences
+    outputs, int8_products, compiled: as of ``OrtEngine``
+    num_threads: None for all cores
+    """
     kv = SlabKVCache(
         num_layers=sizes.num_layers,
         num_slots=max_num_seqs,
@@ -391,7 +387,4 @@ def session_options(num_threads: int | None = None, *, int8_products: bool) -> o
 
 def adds_in_32_bits() -> bool:
     """Whether this processor has instructions (VNNI) that add the products of bytes in 32 bits at once."""
-    try:
-        return "vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+    return "vnni" in describe_processor()

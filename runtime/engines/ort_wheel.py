@@ -7,6 +7,7 @@ nothing to do with each other: it writes one over the other, and removes files o
 """
 
 import logging
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -41,7 +42,7 @@ try:
 except ImportError as error:
     ort = MissingLibrary(error)
 
-__all__ = ["check_installed", "installed_wheels", "ort"]
+__all__ = ["check_installed", "ort"]
 
 LOGGER = logging.getLogger(__name__)
 WHEELS = ("onnxruntime", "onnxruntime-gpu")
@@ -52,19 +53,12 @@ def check_installed() -> None:
     ort.get_available_providers()
 
 
-def installed_wheels() -> list[str]:
-    """Those of the two packages that pip believes to be installed, with their versions."""
+def warn_of_two_wheels() -> None:
+    """Log a warning where pip believes both packages to be installed."""
     found = []
     for name in WHEELS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def warn_of_two_wheels() -> None:
-    found = installed_wheels()
     if len(found) > 1:
         LOGGER.warning(
             "%s are both installed, and have overwritten each other's files; uninstall both, install one",

@@ -10,13 +10,12 @@ Caches have *slots*, one for each sequence. A pass works on neighbouring slots.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.bundle import Bundle, DrafterSpec, ModelSpec
 from runtime.engines.kv_cache import SlabKVCache
 
 # The block of keys of an engine that does not cut its sums: none ends before it.
@@ -40,24 +39,20 @@ class ForwardPass(Protocol):
         first: nodes before this one are in the cache already; the pass holds the others
         Inputs beyond a sequence's nodes are padding, which attends to itself.
         """
-        ...
 
     def mask_causal(self, starts: Sequence[int]) -> None:
         """Let input i of sequence b attend to the positions up to its own, ``starts[b] + i``."""
-        ...
 
     def mask_frames(self, lengths: Sequence[int], first_frame: Sequence[int]) -> None:
         """Let every frame of sequence b attend to ``lengths[b]`` positions and to all frames.
 
         first_frame: the position of every sequence's first frame in the cache
         """
-        ...
 
     def run(self) -> None: ...
 
     def features(self, sizes: Sequence[int]) -> "Features":
         """The pass's features: of the first ``sizes[b]`` inputs of sequence b. Empty where there are none."""
-        ...
 
 
 class Engine(Protocol):
@@ -76,7 +71,6 @@ class Engine(Protocol):
 
         UNBROKEN where they do not, and None where this is not known.
         """
-        ...
 
     @property
     def kv(self) -> SlabKVCache: ...
@@ -86,7 +80,6 @@ class Engine(Protocol):
 
         The batch axis B is never rounded, because the slots behind it belong to other sequences.
         """
-        ...
 
     def forward_pass(
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
@@ -98,35 +91,10 @@ class Engine(Protocol):
         reads: positions of these slots that the pass reads or writes, if its inputs B and N, ``write_index``
             and the caches say all of what it does to the cache; None for any others
         """
-        ...
 
 
-class MakeHostEngine(Protocol):
-    """Makes the engine of a graph, with its key/value cache, for steps on the host."""
-
-    def __call__(
-        self,
-        bundle: Bundle,
-        name: str,
-        sizes: ModelSpec | DrafterSpec,
-        *,
-        capacity: int,
-        max_num_seqs: int,
-        outputs: frozenset[str],
-        num_threads: int | None,
-        int8_products: bool,
-        compiled: bool = False,
-    ) -> Engine:
-        """
-        name, sizes: of the graph, and of its layers and heads
-        capacity: positions that the cache of every sequence has
-        max_num_seqs: sequences that the cache has room for
-        outputs: those that are brought to the host
-        num_threads: None for all cores
-        int8_products: whether activations of products with quantised weights are int8, and not float32
-        compiled: whether the graph's operators are compiled here
-        """
-        ...
+# Makes the engine of a graph for steps on the host, from the arguments of ``ort.make_host_engine``.
+MakeHostEngine = Callable[..., Engine]
 
 
 class Features:

@@ -1,8 +1,4 @@
-"""The engines of this runtime: what runs a bundle's graphs, in steps on the host and on a device.
-
-``ENGINES`` has a record for every export target whose bundles this runtime runs. ``runtime.load.host`` and
-``runtime.load.device`` both read it.
-"""
+"""The engines of this runtime: what runs a bundle's graphs, in steps on the host and on a device."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,7 +31,7 @@ class EngineRecord:
 
 
 def _open_torch(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
-    """Nothing else of the runtime imports torch, so that only these bundles need it."""
+    """Nothing but ``runtime.device.pytorch`` imports torch, so that only these bundles need it."""
     try:
         from runtime.device.pytorch.engine import open_torch
     except ImportError as error:
@@ -46,7 +42,7 @@ def _open_torch(bundle: Bundle, device: str | None, num_threads: int | None) -> 
     return open_torch(bundle, device, num_threads)
 
 
-# By ``BundleManifest.target``.
+# For every export target whose bundles this runtime runs, by ``BundleManifest.target``.
 ENGINES: dict[str, EngineRecord] = {
     "onnxruntime": EngineRecord(ort.SUFFIX, ort.make_host_engine, open_ort),
     # On the host ONNX Runtime runs the same files, as a reference.

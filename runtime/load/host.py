@@ -1,12 +1,9 @@
-"""From a bundle's files to a runner whose steps run on the host, and to its parts.
-
-``PROPOSERS`` has the proposers of every family of heads.
-"""
+"""From a bundle's files to a runner whose steps run on the host, and to its parts."""
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runtime.core.bundle import (
     AUTOREGRESSIVE,
@@ -61,30 +58,30 @@ def load_target_model(
     model = bundle.manifest.model
     longest = max_length or model.max_position_embeddings
     capacity = target_model_capacity(longest, max_nodes, USUAL_NODES)
-    outputs = {"next_tokens", *(["features"] if features else [])}
-
-    make = partial(
-        _engine_maker(bundle, "backbone", model),
+    return _with_equal_bits(
+        bundle,
+        "backbone",
+        TargetModel,
+        longest,
         capacity=capacity,
         max_num_seqs=max_num_seqs,
-        outputs=frozenset(outputs),
+        outputs=frozenset({"next_tokens", "features"} if features else {"next_tokens"}),
         num_threads=num_threads,
     )
-    return _with_equal_bits(bundle, "backbone", make, TargetModel, longest, max_num_seqs)
 
 
 def _with_equal_bits(
     bundle: Bundle,
     graph: str,
-    make_engine: Callable[..., Engine],
     make_model: Callable[[Engine], SomeTargetModel],
     max_length: int,
+    *,
     max_num_seqs: int,
+    **settings: Any,
 ) -> SomeTargetModel:
     """The target model, tested for equal bits if its graph promises them.
 
-    make_engine: takes ``int8_products``, whether quantised weights are multiplied with activations in int8,
-        and ``compiled``, whether the graph's operators are those that are compiled here
+    settings: of the graph's engine, but for the form of its products
     A product of one row alone may take another kernel (int4 on a processor with AVX2 alone), and so may the
     last row of an odd number (int4 with blocks of more than 32 rows): then a pass computes two rows at least,
     or an even number of rows. If the bits still differ, products are in float32, where a difference is so
@@ -92,9 +89,11 @@ def _with_equal_bits(
     """
     manifest = bundle.manifest
     int8_products = manifest.int8_products
+    make_engine = _engine_maker(bundle, graph, manifest.model)
 
     def make(int8_products: bool, compiled: bool) -> SomeTargetModel:
-        return make_model(make_engine(int8_products=int8_products, compiled=compiled))
+        forms = {"int8_products": int8_products, "compiled": compiled}
+        return make_model(make_engine(max_num_seqs=max_num_seqs, **settings, **forms))
 
     if not manifest.row_invariant:
         return make(False, False)
@@ -195,20 +194,18 @@ def _stream_target_model(
     max_length: int,
     num_threads: int | None,
 ) -> StreamTargetModel:
-    model = bundle.manifest.model
-    capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
-    outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
-    make = partial(
-        _engine_maker(bundle, STREAMING, model),
-        capacity=capacity,
+    # The test compares all nodes of a tree, so they are pruned only after it.
+    target_model = _with_equal_bits(
+        bundle,
+        STREAMING,
+        partial(StreamTargetModel, num_frames=spec.num_frames),
+        max_length,
+        capacity=streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames),
         max_num_seqs=max_num_seqs,
-        outputs=outputs,
+        outputs=frozenset(name for name in names if name != "logits" and not name.startswith("present_")),
         num_threads=num_threads,
     )
-    make_model = partial(StreamTargetModel, num_frames=spec.num_frames)
-    # The test compares all nodes of a tree, so they are pruned only after it.
-    target_model = _with_equal_bits(bundle, STREAMING, make, make_model, max_length, max_num_seqs)
     target_model.kept_nodes = kept_nodes
     return target_model
 

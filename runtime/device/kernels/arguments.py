@@ -124,4 +124,3 @@ class Launcher(Protocol):
 
     def launch(self, launch: KernelLaunch) -> None:
         """Put a launch on the device's stream."""
-        ...

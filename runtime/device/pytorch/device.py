@@ -27,10 +27,8 @@ class TorchDevice:
     """One GPU and one stream of it, or the CPU, where every call does its work before it returns.
 
     name: ``cpu``, or a GPU as ``cuda:0``
-    After an error of work on a GPU, its memory is undefined. The device remembers such an error, and every
-    later call but ``close`` raises DeviceError that names it. A failed allocation does not make the device
-    unusable. In a thread that uses the device, torch's current stream is the device's until the thread uses
-    another one.
+    Errors of work on a GPU are remembered as by ``CudaDevice``. In a thread that uses the device, torch's
+    current stream is the device's until the thread uses another one.
     """
 
     def __init__(self, name: str):
@@ -175,29 +173,24 @@ class TorchDevice:
 
     @property
     def stream(self) -> int:
-        """As ``Gpu.stream``."""
         assert self._stream is not None
         return int(self._stream.cuda_stream)
 
     def select(self) -> None:
-        """As ``Gpu.select``."""
         with self._checked():
             pass
 
     def fail(self, reason: str) -> DeviceError:
-        """As ``Gpu.fail``."""
         self._failure = f"{self.name} is unusable since {reason}"
         return DeviceError(reason)
 
     def at_close(self, release: Callable[[], Any]) -> None:
-        """As ``Gpu.at_close``."""
         self._at_close.append(release)
 
     def prepared(self) -> None:
         """As ``Gpu.prepared``; nothing is compiled."""
 
     def free_memory(self) -> tuple[int, int]:
-        """As ``Gpu.free_memory``."""
         with self._checked():
             free, total = torch.cuda.mem_get_info(self._device)
         return free, total

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ from runtime.device.pytorch.device import TYPES, TorchDevice, open_torch_device
 from runtime.device.pytorch.graph import Function, Graph, Inputs, Node, read_graph
 from runtime.device.pytorch.layers import pack_products
 from runtime.device.pytorch.operators import OPERATORS
+from runtime.engines.ort import SUFFIX
 
-# Of a graph's file, after the graph's name.
-SUFFIX = ".onnx"
-# Constants of at most so many values may decide over shapes, and stay on the host too.
+# Values of a constant that stays on the host too.
 MAX_SHAPE_VALUES = 4096
 # Shapes of passes that are kept for ``run``: of prompts, by the tokens of a part and the length in use.
 KEPT_SHAPES = 64
@@ -42,11 +41,13 @@ class _Value:
 
     tensor: on the meta device, which has shapes and types and no values
     host: the value itself, if it is known before a pass
+    stored: a constant of the graph in the device's memory
     place: where a pass keeps it; None until a call needs it
     """
 
     tensor: Tensor
     host: Tensor | None = None
+    stored: Tensor | None = None
     place: int | None = None
 
 
@@ -88,10 +89,9 @@ class TorchEngine:
         self._nodes, constants = self._with_constants_computed(graph)
         used = {given for node in self._nodes for given in node.inputs} | {*self._outputs}
         constants = {key: value for key, value in constants.items() if key in used}
+        # Of small constants, which may decide over shapes, the values on the host; all on the device.
         self._small = {key: value for key, value in constants.items() if value.numel() <= MAX_SHAPE_VALUES}
-        self._weights = {key: device.put(value) for key, value in constants.items() if key not in self._small}
-        self._weights |= packed
-        self._small_on_device = {key: device.put(value) for key, value in self._small.items()}
+        self._stored = {key: device.put(value) for key, value in constants.items()} | packed
         self._calls: OrderedDict[tuple[tuple[int, ...], ...], _Calls] = OrderedDict()
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
@@ -102,15 +102,12 @@ class TorchEngine:
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         tensors = self._tensors(arrays)
-        key = self._shapes(arrays)
+        key = tuple(arrays[tensor.name].shape for tensor in self._contract.inputs)
         calls = self._calls.pop(key, None) or self._calls_of(arrays)
         self._calls[key] = calls
         while len(self._calls) > KEPT_SHAPES:
             self._calls.popitem(last=False)
         self._device.put_work(partial(self._pass, calls, tensors))
-
-    def _shapes(self, arrays: Mapping[str, DeviceArray]) -> tuple[tuple[int, ...], ...]:
-        return tuple(arrays[tensor.name].shape for tensor in self._contract.inputs)
 
     def _tensors(self, arrays: Mapping[str, DeviceArray]) -> dict[str, Tensor]:
         contract = self._contract
@@ -183,11 +180,16 @@ class TorchEngine:
 
     def _calls_of(self, arrays: Mapping[str, DeviceArray]) -> _Calls:
         """Make the calls of a pass in the shapes of these arrays."""
-        made, values = _Calls(), self._constants()
+        made = _Calls()
+        values = {
+            name: _Value(_like(tensor), self._small.get(name), tensor)
+            for name, tensor in self._stored.items()
+        }
         for tensor in self._contract.inputs:
             array = arrays[tensor.name]
             place = made.inputs[tensor.name] = made.new_place()
-            values[tensor.name] = _Value(_like(array.shape, TYPES[array.dtype]), place=place)
+            empty = torch.empty(array.shape, dtype=TYPES[array.dtype], device="meta")
+            values[tensor.name] = _Value(empty, place=place)
         stale: set[str] = set()
         for node in self._nodes:
             # A cache is updated in place, and a graph means the cache as it was.
@@ -220,14 +222,6 @@ class TorchEngine:
         self._end_values(made)
         return made
 
-    def _constants(self) -> dict[str, _Value]:
-        values = {}
-        for name, tensor in self._small.items():
-            values[name] = _Value(_like(tensor.shape, tensor.dtype), host=tensor)
-        for name, tensor in self._weights.items():
-            values[name] = _Value(_like(tensor.shape, tensor.dtype))
-        return values
-
     def _add(self, made: _Calls, values: dict[str, _Value], node: Node) -> None:
         """Add the call of a node, or compute its results where they are known."""
         given = [values[name] if name else None for name in node.inputs]
@@ -235,12 +229,12 @@ class TorchEngine:
         if node.operator in ("Shape", "Size"):
             assert tensors[0] is not None
             found = _shape(node, tensors[0])
-            values[node.outputs[0]] = _Value(_like(found.shape, found.dtype), host=found)
+            values[node.outputs[0]] = _Value(_like(found), found)
             return
         known = [each.host if each else None for each in given]
         if all(each is None or each.host is not None for each in given):
             for name, result in self._computed(node, known).items():
-                values[name] = _Value(_like(result.shape, result.dtype), host=result)
+                values[name] = _Value(_like(result), result)
             return
         function, fixed = self._function(node, tensors, known)
         kept = [index for index in range(len(given)) if index not in fixed]
@@ -249,30 +243,23 @@ class TorchEngine:
         if not any(result.numel() for _, result in named):
             # Nothing is computed for axes of size 0.
             for name, result in named:
-                empty = torch.empty(result.shape, dtype=result.dtype)
-                values[name] = _Value(_like(empty.shape, empty.dtype), host=empty)
+                values[name] = _Value(_like(result), torch.empty(result.shape, dtype=result.dtype))
             return
         places = []
         for name, result in named:
             places.append(made.new_place())
             values[name] = _Value(result, place=places[-1])
-        arguments = []
-        for index in kept:
-            each = given[index]
-            arguments.append(None if each is None else self._place(made, each, node.inputs[index]))
-        made.calls.append(_Call(function, tuple(arguments), tuple(places)))
+        read = [given[index] for index in kept]
+        arguments = tuple(None if each is None else self._place(made, each) for each in read)
+        made.calls.append(_Call(function, arguments, tuple(places)))
 
-    def _place(self, made: _Calls, value: _Value, name: str = "") -> int:
+    def _place(self, made: _Calls, value: _Value) -> int:
         """Where passes find a value; a constant is put there."""
         if value.place is None:
-            if name in self._weights:
-                tensor = self._weights[name]
-            elif value.host is self._small.get(name, value):
-                tensor = self._small_on_device[name]
-            else:
+            if value.stored is None:
                 assert value.host is not None
-                tensor = self._device.put(value.host)
-            value.place = made.new_place(tensor)
+                value.stored = self._device.put(value.host)
+            value.place = made.new_place(value.stored)
         return value.place
 
     @staticmethod
@@ -288,12 +275,11 @@ class TorchEngine:
             if place is not None and place not in kept:
                 ends.setdefault(index, []).append(place)
         for index, places in ends.items():
-            call = made.calls[index]
-            made.calls[index] = _Call(call.function, call.arguments, call.results, tuple(places))
+            made.calls[index] = replace(made.calls[index], done=tuple(places))
 
 
-def _like(shape: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -21,8 +21,8 @@ from drafters.parallel import ParallelDrafter
 from drafters.tree_search import search
 from export.draft_directory import draft_weights
 from integrations.draft_directory import TREE, DraftError
+from integrations.sglang.hooks import allow_trees, full_mask
 from integrations.sglang.plugin import register
-from integrations.sglang.trees import allow_trees, full_mask
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from tests.integrations.chains import host_lattice, lattice_after

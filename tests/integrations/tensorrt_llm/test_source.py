@@ -30,8 +30,8 @@ import pytest
 from pydantic import BaseModel
 
 from drafters.parallel import ParallelDrafter
+from integrations.tensorrt_llm.model import TARGET_MODEL_TYPES
 from integrations.tensorrt_llm.plugin import VERSIONS
-from integrations.tensorrt_llm.settings import TARGET_MODEL_TYPES
 from tests.integrations.sources import (
     calls,
     definition,

@@ -115,8 +115,8 @@ def default_weight_loader(parameter: Tensor, loaded: Tensor) -> None:
     parameter.data.copy_(loaded)
 
 
-def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """A module of the plug-in, ``frames`` or ``model``, with the fakes in vLLM's place in the test."""
+def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module ``model`` of the plug-in, with the fakes in vLLM's place in the test."""
     layers = "vllm.model_executor.layers"
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
@@ -145,6 +145,5 @@ def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
         module = ModuleType(module_name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, module_name, module)
-    for module_name in ("frames", "model"):
-        monkeypatch.delitem(sys.modules, f"integrations.vllm.{module_name}", raising=False)
-    return importlib.import_module(f"integrations.vllm.{name}")
+    monkeypatch.delitem(sys.modules, "integrations.vllm.model", raising=False)
+    return importlib.import_module("integrations.vllm.model")

@@ -15,10 +15,10 @@ def slot_of(table: torch.Tensor, sequence: int, position: int) -> int:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_last_accepted_row_of_every_sequence(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over steps in which sequences grow by different numbers; rejected rows are behind accepted ones."""
-    frames = fake_vllm.load(monkeypatch, "frames")
+    model = fake_vllm.load(monkeypatch)
     random = torch.Generator().manual_seed(0)
     table = torch.tensor([[7, 2, 5, 11], [3, 1, 9, 4], [0, 6, 8, 10]])
-    context = frames.LastContext(40, HIDDEN)
+    context = model.LastContext(40, HIDDEN)
     lengths = [0, 0, 0]
     for counts, rejected in (((9, 3, 4), (0, 0, 0)), ((3, 4, 1), (2, 0, 0)), ((5, 2, 4), (1, 1, 3))):
         rows = torch.randn(sum(counts), HIDDEN, generator=random)
@@ -34,14 +34,14 @@ def test_the_last_accepted_row_of_every_sequence(parts: int, monkeypatch: pytest
         context.store(rows[cut:], where[cut:])
         if cut:
             context.store(rows[:cut], where[:cut])
-        wanted = frames.slots_before(torch.tensor(lengths), table, BLOCK_SIZE)
+        wanted = model.slots_before(torch.tensor(lengths), table, BLOCK_SIZE)
         assert torch.equal(context.find(wanted), torch.stack(expected))
 
 
 def test_padding_behind_the_sequences_reads_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions of padding, and a table with fewer rows than there are anchors."""
-    frames = fake_vllm.load(monkeypatch, "frames")
+    model = fake_vllm.load(monkeypatch)
     table = torch.tensor([[5, 6]])
-    found = frames.slots_before(torch.tensor([5, 0, 99]), table, BLOCK_SIZE)
+    found = model.slots_before(torch.tensor([5, 0, 99]), table, BLOCK_SIZE)
     assert found[0] == slot_of(table, 0, 4)
     assert found.shape == (3,)

@@ -52,7 +52,7 @@ def vllm_config(head: ParallelDrafter, **changes: Any) -> Any:
 
 
 def load(head: ParallelDrafter, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = fake_vllm.load(monkeypatch, "model")
+    module = fake_vllm.load(monkeypatch)
     model = module.DFlashCTCForCausalLM(vllm_config=vllm_config(head))
     loaded = model.load_weights(draft_weights(head, torch.float32).items())
     assert loaded == {name for name, _ in model.named_parameters()}
@@ -70,7 +70,7 @@ def test_chains_step_by_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(head, ParallelDrafter)
     model = load(head, monkeypatch)
     # Of the module that the model was loaded from.
-    slots_before = importlib.import_module("integrations.vllm.frames").slots_before
+    slots_before = importlib.import_module("integrations.vllm.model").slots_before
     frames = NUM_DRAFTS + 1
     random = torch.Generator().manual_seed(1)
     texts: list[Tensor] = [torch.empty(0, head.config.feature_size)] * 2
@@ -146,6 +146,6 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(make_model("llama"))
     assert isinstance(head, ParallelDrafter)
-    module = fake_vllm.load(monkeypatch, "model")
+    module = fake_vllm.load(monkeypatch)
     with pytest.raises(DraftError, match=r"^draft: num_speculative_tokens: expected 1 to .*, got 99$"):
         module.DFlashCTCForCausalLM(vllm_config=vllm_config(head, num_speculative_tokens=99))

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from integrations.vllm.plugin import VERSIONS
-from integrations.vllm.settings import serving_problem
+from integrations.vllm.plugin import VERSIONS, serving_problem
 from tests.integrations.heads import head_config
 
 

@@ -89,7 +89,7 @@ def test_a_library_that_onnx_runtime_cannot_load_is_not_used(
     assert library is not None
     other = library.with_name(library_name("another processor"))
     other.write_bytes(b"no library")
-    monkeypatch.setattr(operators, "_processor", lambda: "another processor")
+    monkeypatch.setattr(operators, "describe_processor", lambda: "another processor")
     monkeypatch.setattr(operators, "INSTRUCTIONS", "processor")
     assert library_anew() is None
     assert "cannot load the operators of this project" in caplog.text
