@@ -7,7 +7,7 @@ kept for each shape, and are made anew only when the cache moves or a buffer gro
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
@@ -61,14 +61,11 @@ def key_block(head_dim: int) -> int:
 
 
 class Buffers:
-    """A flat array for every tensor, as large as its largest shape so far.
+    """A flat array for every tensor, as large as its largest shape so far."""
 
-    on_move: is called whenever an array moves
-    """
-
-    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self._flat: dict[str, NDArray[np.generic]] = {}
-        self._on_move = on_move
+        self.version = 0  # increased whenever an array moves
 
     def take(self, tensor: TensorSpec, axes: dict[str, int]) -> NDArray[np.generic]:
         """The beginning of a tensor's array, in its shape for these axes, with whatever it holds."""
@@ -79,7 +76,7 @@ class Buffers:
             # An array grows by at least a quarter, so that bindings are seldom made anew.
             size = count if flat is None else max(count, flat.size * 5 // 4)
             flat = self._flat[tensor.name] = np.zeros(size, NUMPY_TYPES[tensor.dtype])
-            self._on_move()
+            self.version += 1
         return flat[:count].reshape(shape)
 
 
@@ -210,10 +207,12 @@ class OrtEngine:
         self._spec = spec
         self._is_compiled = compiled
         self._outputs = outputs
+        self._buffers = Buffers()
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
-        self._buffers = Buffers(self._passes.clear)
         # The memory of short passes, by its capacity.
         self._short: dict[int, SlabKVCache] = {}
+        # The version of the buffers that the passes are bound to.
+        self._version = self._buffers.version
         self.kv = kv
         kv.on_move = WeakMethod(self._forget)
 
@@ -241,12 +240,14 @@ class OrtEngine:
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
     ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
+        self._forget_moved_buffers()
         # Compiled attention computes over the keys that a row sees.
         short = self.kv.short_capacity(reads) if reads and not self._is_compiled else None
         key = (slot, short, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
             forward = self._bind(axes, slot, short, self._outputs.union(extra_outputs))
+            self._forget_moved_buffers()
             self._passes[key] = forward
             if len(self._passes) > MAX_SHAPES:
                 self._passes.popitem(last=False)
@@ -271,6 +272,11 @@ class OrtEngine:
         """Drop what is bound to a cache that has moved, at once: it would keep the cache's memory."""
         self._passes.clear()
         self._short.clear()
+
+    def _forget_moved_buffers(self) -> None:
+        if self._version != self._buffers.version:
+            self._passes.clear()
+            self._version = self._buffers.version
 
 
 def make_host_engine(
