@@ -314,7 +314,7 @@ class DrafterConfig(HeadSettings):
             raise DrafterConfigError(f"field {missing[0]!r} is missing")
         try:
             return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             # What ``__post_init__`` refuses is its cause.
             raise DrafterConfigError(str(error.__cause__ or error)) from error
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.core.cli import Parser, exit_status
+from runtime.core.cli import Parser, exit_status, not_empty
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt, stdin_text
 
@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("client", "triton_repo.client", __doc__)
     parser.add_argument("prompt", metavar="PROMPT", help="a user's message; - reads it from stdin")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--url", default="localhost:8001", help="gRPC address (default %(default)s)")
+    text = "gRPC address (default %(default)s)"
+    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
     parser.add_argument(
         "--max-tokens", type=token_count, default=256, metavar="N", help="default %(default)s"
     )

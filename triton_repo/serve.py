@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
-from runtime.core.cli import AUTO, MAX_PORT, Parser, at_least, exit_status, port
+from runtime.core.cli import AUTO, MAX_PORT, Parser, at_least, exit_status, not_empty, port
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
@@ -75,9 +75,9 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = f"{TRITON}, {OWN}: a worker process of ours, or {AUTO}: Triton where one is found from {LEAST} on"
     text += f"; ctc serve has the default {AUTO}, python -m triton_repo.serve {TRITON}"
     add("--server", choices=SERVERS, default=TRITON, help=text)
-    add("--host", default=LOCAL_HOST, help="address to listen on (default %(default)s)")
+    add("--host", type=not_empty, default=LOCAL_HOST, help="address to listen on (default %(default)s)")
     text = "the same for gRPC, which has no key and no TLS (default: as --host, or 127.0.0.1 with either)"
-    add("--grpc-host", metavar="HOST", help=text)
+    add("--grpc-host", type=not_empty, metavar="HOST", help=text)
     add("--http-port", type=port, default=8000, help="default %(default)s")
     add("--grpc-port", type=port, default=8001, help="default %(default)s")
     add("--metrics-port", type=port, default=8002, help="default %(default)s")

@@ -219,6 +219,13 @@ def positive(text: str) -> float:
     return value
 
 
+def not_empty(text: str) -> str:
+    """An argument type: a text that is not empty, as that of a variable is which is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
+    return text
+
+
 def port(text: str) -> int:
     """An argument type: the number of a port."""
     value = int(text) if text.isdecimal() else 0

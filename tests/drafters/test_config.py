@@ -241,8 +241,11 @@ def test_a_directory_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "", "3", "[]", json.dumps({**VALUES, "vocab_size": "many"}), "[" * 100000, "9" * 5000],
-    ids=range(7),
+    [
+        *("{", "", "3", "[]", "[" * 100000, "9" * 5000),
+        *(json.dumps({**VALUES, "vocab_size": wrong}) for wrong in ("many", "\ud800")),
+    ],
+    ids=range(8),
 )
 def test_an_unusable_file_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(DrafterConfigError, match=CONFIG_NAME):

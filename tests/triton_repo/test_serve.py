@@ -167,12 +167,13 @@ def test_where_grpc_listens(
     assert "secret" not in given.read_text()
 
 
-@pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_model_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused before the bundle is looked for."""
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("option", ["--model-name", "--host", "--grpc-host"])
+def test_an_empty_text(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the bundle is looked for: an empty host would be all addresses of the machine."""
     with pytest.raises(SystemExit, match="2"):
-        serve.main(["--bundle", "absent", "--model-name", name])
-    assert f"serve: --model-name: must not be empty, got {name!r}" in capsys.readouterr().err
+        serve.main(["--bundle", "absent", option, text])
+    assert f"serve: {option}: must not be empty, got {text!r}" in capsys.readouterr().err
 
 
 def test_a_number_of_nodes_without_graphs_is_replaced_aloud(

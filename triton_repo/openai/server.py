@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core.bundle import CHAT_TEMPLATE_NAME
-from runtime.core.cli import Parser, exit_status, port
+from runtime.core.cli import Parser, exit_status, not_empty, port
 from runtime.core.errors import UserError
 from triton_repo.openai.tool_calls import FORMS, ToolForm, form_of_template
 from triton_repo.triton.log import JSON_FORM, TEXT_FORM, write_to_stderr
@@ -30,8 +30,10 @@ KEY_VARIABLE = "CTC_API_KEY"
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("openai", "triton_repo.openai.server", __doc__)
-    parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    text = "Triton's gRPC address (default %(default)s)"
+    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
+    text = "address to listen on (default %(default)s)"
+    parser.add_argument("--host", type=not_empty, default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=9000, help="of this server (default %(default)s)")
     parser.add_argument("--model", choices=(MODEL, PLAIN_MODEL), default=MODEL, help="Triton's model")
     add_options(parser)
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def add_options(parser: Parser) -> None:
     """The options of whoever serves this interface."""
     text = "what clients call it (default: as Triton does)"
-    parser.add_argument("--model-name", type=model_name, metavar="NAME", help=text)
+    parser.add_argument("--model-name", type=not_empty, metavar="NAME", help=text)
     text = "how the model writes calls of tools (default: as its chat template shows)"
     parser.add_argument("--tool-parser", choices=tuple(FORMS), help=text)
     text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
@@ -61,13 +63,6 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--allow-origin", type=page_origin, metavar="ORIGIN", action="append", default=[], help=text
     )
-
-
-def model_name(text: str) -> str:
-    """An argument type: a name that is not empty. Raises ArgumentTypeError."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
-    return text
 
 
 def page_origin(text: str) -> str:

@@ -8,14 +8,16 @@ The server has to serve the model without the draft head too (its option --plain
 
 import argparse
 
-from runtime.core.cli import Parser, exit_status, port
+from runtime.core.cli import Parser, exit_status, not_empty, port
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("page", "triton_repo.page", __doc__)
-    parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    text = "Triton's gRPC address (default %(default)s)"
+    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
+    text = "address to listen on (default %(default)s)"
+    parser.add_argument("--host", type=not_empty, default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=8080, help="of the page (default %(default)s)")
     args = parser.parse_args(argv)
     return exit_status("page", lambda: _run(args))

@@ -165,7 +165,7 @@ def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int)
 
 def own_url(host: str, port: int) -> str:
     """The address at which this machine reaches a server that listens on ``host``."""
-    host = {"0.0.0.0": LOCAL_HOST, "::": "::1", "": LOCAL_HOST}.get(host, host)
+    host = {"0.0.0.0": LOCAL_HOST, "::": "::1"}.get(host, host)
     return f"{in_address(host)}:{port}"
 
 

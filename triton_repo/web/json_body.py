@@ -114,7 +114,8 @@ class Kind(NamedTuple):
         """The value. Raises RequestError that names the field."""
         try:
             return msgspec.convert(value, self.type)
-        except msgspec.ValidationError:
+        # msgspec encodes a text that is no value of the type, which a lone surrogate does not let it do.
+        except (msgspec.ValidationError, UnicodeEncodeError):
             raise RequestError(f"must be {self.words}, got {shown(value)}", field=field) from None
 
 

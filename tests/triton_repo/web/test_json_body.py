@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from triton_repo.web.json_body import MAX_BODY_BYTES, depth
+from runtime.core.errors import RequestError
+from triton_repo.web.json_body import BOOL, MAX_BODY_BYTES, TEXT, Kind, depth
 
 QUARTER = MAX_BODY_BYTES // 4
 
@@ -36,3 +37,13 @@ def test_the_largest_texts_take_a_moment(text: str) -> None:
     began = time.process_time()
     depth(text)
     assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize("kind", [BOOL, TEXT, Kind(float, "a number"), Kind(dict, "a JSON object")])
+def test_a_wrong_value_is_refused_with_its_field(kind: Kind) -> None:
+    """Also a text that no UTF-8 has, and a number that no word of a machine has."""
+    for value in ("\ud800", ["\ud800"], 10**400, None):
+        if kind is TEXT and isinstance(value, str):
+            continue
+        with pytest.raises(RequestError, match=f"^field: must be {kind.words}, got"):
+            kind.read("field", value)
