@@ -36,6 +36,7 @@ class Options:
 
     precision: of the target model's weights: a name of ``export.quantisation.precision.PRECISIONS``
     drafter_precision: of the draft head, which never changes the text; None takes the target model's
+        (``ctc build`` takes int4 unless told otherwise)
     activations: fp16 or bf16, beside quantised weights
     lm_head: of a target model whose other weights are quantised: ``same`` (quantised like them), ``int8``
         beside int4, or ``float``, as precise as the activations
@@ -50,7 +51,7 @@ class Options:
     step_nodes: draft nodes of the steps that a device can run by itself
     timing_cache: file of the compiler's measurements, which make later builds faster
     attention: of the target model: ``invariant``, ``fused``, ``grouped`` or ``primitive``, which a model that
-        caps its attention scores softly has in place of the two before
+        caps its attention scores softly has in place of ``fused`` and ``grouped``
     float_products: compute products with quantised weights in float32 on a CPU too
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
         of activations, or ``blocks`` of both

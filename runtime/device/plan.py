@@ -102,7 +102,7 @@ class ParallelPasses:
 
 
 @dataclass(frozen=True)
-class LevelPasses:
+class AutoregressivePasses:
     """Those of an autoregressive head, which drafts level by level."""
 
     spec: DrafterSpec
@@ -184,7 +184,7 @@ class StepPlan:
     capacity: int
     room: int
     lengths: tuple[int, ...]
-    head: ParallelPasses | LevelPasses | None = None
+    head: ParallelPasses | AutoregressivePasses | None = None
     head_capacity: int = 0
     head_room: int = 0
 
@@ -315,7 +315,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
         num_frames=spec.num_frames,
         beam_width=spec.beam_width,
     )
-    make = ParallelPasses if spec.family == PARALLEL else LevelPasses
+    make = ParallelPasses if spec.family == PARALLEL else AutoregressivePasses
     return replace(
         plan,
         head=make(spec, path_length),

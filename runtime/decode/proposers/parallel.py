@@ -17,7 +17,7 @@ MAX_SHARED_CONTEXT = 16
 
 
 class ParallelProposer(HeadSlots):
-    """``ctc``, ``block`` and ``medusa`` heads.
+    """``ctc``, ``block`` and ``medusa`` heads, and streams that draft in a pass of their own.
 
     New features wait until the next ``propose``, which adds them to the head's context cache and fills the
     frames in the same pass. The frames' own cache positions are overwritten by the next pass. A head without
