@@ -208,6 +208,9 @@ def resolve(name: str, options: Options) -> Target:
             supported = "; ".join(f"{t.name} supports {', '.join(t.precisions)}" for t in refused)
             raise ExportError(f"{flag}: {supported}, got {precision!r}")
     chosen = candidates[0]
+    if name == "auto" and "gpus" in chosen.own_options and not options.gpus:
+        names = ", ".join(f"{t.name} with --gpu" if t is chosen else t.name for t in candidates)
+        raise ExportError(f"--target: must be one of {names} for these precisions, got auto")
     _check_given(chosen, options, "auto, which is " + chosen.name if name == "auto" else name)
     return chosen
 

@@ -140,8 +140,8 @@ class PromptTokenizer:
             tokenizer puts around every text, such as one for its beginning
         Raises RequestError for an empty prompt.
         """
-        if not text.strip():
-            raise RequestError("must not be empty", field="prompt")
+        if not (text if raw else text.strip()):
+            raise RequestError(f"must not be empty, got {text!r:.60}", field="prompt")
         self._check_length(text, max_tokens, "prompt")
         encode_utf8("prompt", text)
         if not raw and (self.prefix or self.suffix):

@@ -41,7 +41,9 @@ def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> D
             base_model_revision=getattr(base, "_commit_hash", None),
         )
     except DrafterConfigError as error:
-        raise TrainingError(f"{where}{error}") from error
+        name, said, rest = str(error).partition(" must be ")
+        problem = f"--{name.replace('_', '-')}: must be {rest}" if said and not where else str(error)
+        raise TrainingError(where + problem) from error
 
 
 def make_head(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.core.cli import Parser, exit_status, not_empty
+from runtime.core.cli import Parser, exit_status, grpc_address
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt, stdin_text
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("prompt", metavar="PROMPT", help="a user's message; - reads it from stdin")
     parser.add_argument("--system", help="system message")
     text = "gRPC address (default %(default)s)"
-    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
+    parser.add_argument("--url", type=grpc_address, default="localhost:8001", help=text)
     parser.add_argument(
         "--max-tokens", type=token_count, default=256, metavar="N", help="default %(default)s"
     )

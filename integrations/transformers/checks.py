@@ -54,8 +54,8 @@ def check_options(options: DraftOptions) -> None:
     """Raises GenerateError for an unknown shape, and for a number of nodes below 1."""
     if options.shape not in SHAPES:
         raise GenerateError(f"tree: expected {' or '.join(map(repr, SHAPES))}, got {options.shape!r}")
-    if options.num_nodes < 1:
-        raise GenerateError(f"num_nodes: expected at least 1, got {options.num_nodes}")
+    if not isinstance(options.num_nodes, int) or options.num_nodes < 1:
+        raise GenerateError(f"num_nodes: expected a whole number of at least 1, got {options.num_nodes!r}")
 
 
 def check_model(model: Any) -> None:

@@ -226,6 +226,13 @@ def not_empty(text: str) -> str:
     return text
 
 
+def grpc_address(text: str) -> str:
+    """An argument type: the address of a gRPC server."""
+    if "://" in not_empty(text):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
+    return text
+
+
 def port(text: str) -> int:
     """An argument type: the number of a port."""
     value = int(text) if text.isdecimal() else 0

@@ -20,7 +20,8 @@ class JsonlStore:
 
     The first line of the file holds the settings. With ``first_field`` every record holds them instead, after
     this field, for files that must hold nothing but records. A process that dies may leave an incomplete last
-    line; it is cut off before the next record is written. A file that holds anything else is never changed.
+    line; it is cut off before the next record is written, and by a store that is
+    ``alone`` at once. A file that holds anything else is never changed.
     Several processes may add records to one file, unless a store is ``alone``.
     """
 
@@ -49,6 +50,8 @@ class JsonlStore:
         self._held = self._hold() if alone else None
         try:
             self._read_file(read)
+            if self._held is not None:  # whoever reads the file next may not know of incomplete lines
+                self._cut_rest(self._held)
         except BaseException:
             self.close()
             raise

@@ -176,7 +176,7 @@ def _prompt(where: str, line: str) -> Prompt:
         value = last["content"]
     if not isinstance(value, str):
         raise RequestError(f"{field} must hold text, got {json.dumps(row[field])[:60]}", field=where)
-    if not value.strip():
+    if not (value if field == "text" else value.strip()):
         raise RequestError(f"{field} must not be empty", field=where)
     return Prompt(value, raw=field == "text", before=tuple(before))
 

@@ -349,6 +349,15 @@ def test_half_written_line_is_asked_again(server: Server, tmp_path: Path, keep: 
     assert len(server.asked) == 4
 
 
+def test_half_a_line_behind_all_answers_goes(server: Server, tmp_path: Path) -> None:
+    data, out = questions(tmp_path / "data.jsonl", 3), tmp_path / "out.jsonl"
+    assert distill.main(arguments(server, data, out)) == 0
+    expected = out.read_bytes()
+    out.write_bytes(expected + b'{"id": "72')
+    assert distill.main(arguments(server, data, out)) == 0
+    assert out.read_bytes() == expected
+
+
 def test_larger_sample_asks_only_for_the_rest(server: Server, tmp_path: Path) -> None:
     data, out = questions(tmp_path / "data.jsonl", 20), tmp_path / "out.jsonl"
     for count, asked in ((5, 5), (12, 12), (100, 20)):
@@ -426,6 +435,16 @@ def test_an_answer_that_takes_too_long_has_failed(server: Server, tmp_path: Path
     ended.set()
     assert "1 of 3 prompts failed, the first because no answer within 1 s (--timeout)" in error_line(capsys)
     assert len(server.asked) == 4
+
+
+def test_no_answer_at_all_leaves_no_file(server: Server, tmp_path: Path, capsys: Any) -> None:
+    server.behave = lambda body: (400, {"error": {"message": "too long"}})
+    data, out = questions(tmp_path / "data.jsonl", 3), tmp_path / "out.jsonl"
+    assert distill.main(arguments(server, data, out, "--max-retries", "0")) == 1
+    said = capsys.readouterr()
+    assert "3 of 3 prompts failed" in said.err
+    assert f"{out} is not written: 0 of 3 prompts answered" in said.out
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("status", [500, 400])

@@ -178,7 +178,7 @@ def curve(out: Path) -> list[dict[str, float]]:
     return found
 
 
-def test_resume_with_more_steps(tiny_model_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_resume_with_more_steps(tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=3)) == 0
     before = weights(tmp_path)
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=5, resume=True)) == 0
@@ -186,7 +186,9 @@ def test_resume_with_more_steps(tiny_model_dir: Path, data: Path, tmp_path: Path
     assert not torch.equal(weights(tmp_path)["blank.weight"], before["blank.weight"])
     # Fewer steps than were done: nothing is left to do.
     after = weights(tmp_path)
+    assert "nothing is left" not in capsys.readouterr().out
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=4, resume=True)) == 0
+    assert "the checkpoint is of step 5 already: nothing is left to train" in capsys.readouterr().out
     assert torch.equal(weights(tmp_path)["blank.weight"], after["blank.weight"])
 
 
@@ -580,15 +582,18 @@ def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
         (
             {"drafter_type": "streaming", "num_labels": 4},
-            "num_layers must be below the model's 2 layers with trunk 'streams', got 2",
+            "--num-layers: must be below the model's 2 layers with trunk 'streams', got 2",
         ),
         (
             {"drafter_type": "streaming", "num_labels": 4, "num_layers": 1, "target_layer_ids": 1},
-            "target_layer_ids must be [0] for streams through the upper 1 of 2 layers, got [1]",
+            "--target-layer-ids: must be [0] for streams through the upper 1 of 2 layers, got [1]",
         ),
-        ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
-        ({"draft_vocab_size": 300}, "draft_vocab_size must be at most vocab_size 258, got 300"),
-        ({"draft_vocab_size": 20, "transition": "mlp"}, "num_candidates must be at most draft_vocab_size 20"),
+        ({"transition": "markov", "num_candidates": 300}, "--num-candidates: must be at most vocab_size 258"),
+        ({"draft_vocab_size": 300}, "--draft-vocab-size: must be at most vocab_size 258, got 300"),
+        (
+            {"draft_vocab_size": 20, "transition": "mlp"},
+            "--num-candidates: must be at most draft_vocab_size 20",
+        ),
         (
             {"own_lm_head": True},
             "--own-lm-head: must be False for ctc with trunk 'attention', got True",
@@ -606,7 +611,7 @@ def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"num_frames": -1}, "--num-frames: must be at least 1, got -1"),
         ({"model": "no-such-model"}, "--model: no-such-model has no config.json"),
         ({"data": "no-such-data.jsonl"}, "--data: no-such-data.jsonl does not exist"),
-        ({"target_layer_ids": 7}, "target_layer_ids must be distinct, ascending decoder layers below 2"),
+        ({"target_layer_ids": 7}, "--target-layer-ids: must be distinct, ascending decoder layers below 2"),
         ({"max_length": 4}, "--max-length: every prompt is longer than 2 tokens"),
     ],
 )

@@ -126,9 +126,9 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--heads {place}/text.txt", "--heads: {place}/text.txt is not valid TOML"),
         ("--heads {place}/empty", "--heads: {place}/empty cannot be read: Is a directory"),
         # From here on the configuration and the tokenizer are loaded.
-        ("--target-layer-ids 7", "target_layer_ids must be distinct, ascending decoder layers below 2"),
+        ("--target-layer-ids 7", "--target-layer-ids: must be distinct, ascending decoder layers below 2"),
         ("--init-from {place}/misfit", "--init-from: no weight of {place}/misfit fits this head"),
-        ("--num-candidates 300", "num_candidates must be at most vocab_size 258"),
+        ("--num-candidates 300", "--num-candidates: must be at most vocab_size 258"),
         ("--max-length 3", "--max-length: every prompt is longer than 1 tokens"),
         ("--max-samples 1", "--data: no sequence with a continuation is left for training; at least two"),
     ],

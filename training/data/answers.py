@@ -94,6 +94,8 @@ def open_answers(config: DistillConfig, model: str | None = None) -> Iterator[tu
 
 def answers_report(path: Path, num_answered: int, *, of: int) -> str:
     """Lines about a file of ``open_answers``: how many prompts have answers, and of what kind they are."""
+    if not path.exists():  # because it would hold nothing
+        return f"{path} is not written: {num_answered} of {of} prompts answered"
     num_answers = num_cut = num_repeating = 0
     with path.open(encoding="utf-8") as stream:
         for row in map(json.loads, stream):

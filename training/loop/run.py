@@ -119,6 +119,8 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     wrapped, *optimizers = accelerator.prepare(heads, *optimizers)
     if inputs.checkpoint is not None:
         state = load_checkpoint(inputs.checkpoint, heads, optimizers) | {"settings": recorded}
+        if main and state["step"] >= config.steps:
+            print(f"train: the checkpoint is of step {state['step']} already: nothing is left to train")
     # With FSDP a process has parts of the heads, so the main process evaluates and writes a whole copy.
     copy = heads
     if main and accelerator.is_fsdp2:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core.bundle import CHAT_TEMPLATE_NAME
-from runtime.core.cli import Parser, exit_status, not_empty, port
+from runtime.core.cli import Parser, exit_status, grpc_address, not_empty, port
 from runtime.core.errors import UserError
 from triton_repo.openai.tool_calls import FORMS, ToolForm, form_of_template
 from triton_repo.triton.log import JSON_FORM, TEXT_FORM, write_to_stderr
@@ -31,7 +31,7 @@ KEY_VARIABLE = "CTC_API_KEY"
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("openai", "triton_repo.openai.server", __doc__)
     text = "Triton's gRPC address (default %(default)s)"
-    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
+    parser.add_argument("--url", type=grpc_address, default="localhost:8001", help=text)
     text = "address to listen on (default %(default)s)"
     parser.add_argument("--host", type=not_empty, default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=9000, help="of this server (default %(default)s)")

@@ -8,14 +8,14 @@ The server has to serve the model without the draft head too (its option --plain
 
 import argparse
 
-from runtime.core.cli import Parser, exit_status, not_empty, port
+from runtime.core.cli import Parser, exit_status, grpc_address, not_empty, port
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("page", "triton_repo.page", __doc__)
     text = "Triton's gRPC address (default %(default)s)"
-    parser.add_argument("--url", type=not_empty, default="localhost:8001", help=text)
+    parser.add_argument("--url", type=grpc_address, default="localhost:8001", help=text)
     text = "address to listen on (default %(default)s)"
     parser.add_argument("--host", type=not_empty, default="127.0.0.1", help=text)
     parser.add_argument("--port", type=port, default=8080, help="of the page (default %(default)s)")

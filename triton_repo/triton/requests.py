@@ -206,7 +206,10 @@ def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
     values = array.reshape(-1).tolist()
     if expected is np.object_ and (size := sum(map(len, values))) > MAX_BYTES:
         raise RequestError(f"must be at most {MAX_BYTES} bytes long, got {size}", field=info.name)
-    return [_text(info.name, value) for value in values] if expected is np.object_ else values
+    if expected is np.object_:
+        return [_text(info.name, value) for value in values]
+    # The shortest number that is this float32: 0.01, and not 0.009999999776482582.
+    return [float(str(value)) for value in array.reshape(-1)] if expected is np.float32 else values
 
 
 def _text(name: str, value: bytes | str) -> str:

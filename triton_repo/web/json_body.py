@@ -39,7 +39,7 @@ async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[st
     if size > most:  # none of it is read
         raise web.HTTPRequestEntityTooLarge(most, size)
     try:
-        text = (await request.read()).decode("utf-8")
+        text = (await request.read()).decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:
         raise RequestError(f"must be JSON: {error}", field="body") from error
     except web.RequestPayloadError as error:
@@ -50,7 +50,8 @@ async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[st
     try:
         body = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except ValueError as error:
-        raise RequestError(f"must be JSON: {error}", field="body") from error
+        problem = str(error).partition("; use sys.")[0]  # of a number with too many digits
+        raise RequestError(f"must be JSON: {problem}", field="body") from error
     if not isinstance(body, dict):
         raise RequestError("must be a JSON object", field="body")
     return body

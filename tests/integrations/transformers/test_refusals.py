@@ -202,8 +202,11 @@ def test_other_weights_are_a_warning(llama: Any) -> None:
 def test_options(llama: Any) -> None:
     with pytest.raises(GenerateError, match="tree: expected 'tree' or 'chain', got 'star'"):
         SpeculativeHead(make_head(llama), llama, DraftOptions(shape="star"))
-    with pytest.raises(GenerateError, match="num_nodes: expected at least 1, got 0"):
-        SpeculativeHead(make_head(llama), llama, DraftOptions(num_nodes=0))
+    for wrong in (0, "a"):
+        with pytest.raises(
+            GenerateError, match=f"num_nodes: expected a whole number of at least 1, got {wrong!r}"
+        ):
+            SpeculativeHead(make_head(llama), llama, DraftOptions(num_nodes=wrong))  # type: ignore[arg-type]
 
 
 def test_no_head(llama: Any, tmp_path: Any) -> None:

@@ -209,6 +209,12 @@ def test_missing_tensors() -> None:
         read_request(TEXT, given)
 
 
+def test_a_number_is_the_one_that_the_client_wrote() -> None:
+    """Not the double next to its float32, which 0.01 is below a bound of 0.01."""
+    sampling = read_request(TEXT, tensors(text_input="x", repetition_penalty=0.01, temperature=0.8)).sampling
+    assert (sampling.repetition_penalty, sampling.temperature) == (0.01, 0.8)
+
+
 def test_errors_name_the_tensor() -> None:
     for interface, error, expected in (
         (TEXT, RequestError("must be 1", field="max_new_tokens"), "max_tokens: must be 1"),
