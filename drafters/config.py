@@ -282,6 +282,10 @@ class DrafterConfig(HeadSettings):
         """The number of tokens that drafts are made of."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
+    def frame_top_k(self, width: int) -> int:
+        """Labels of a frame: ``width``, but with a transition at most as many as it may move."""
+        return width if self.transition == "none" else min(width, self.num_candidates)
+
     @property
     def reads_anchor(self) -> bool:
         """Whether a parallel head's drafts depend on the anchor token."""

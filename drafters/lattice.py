@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.config import DrafterConfig
 from drafters.layers import pick
 from drafters.parallel import ParallelDrafter
 
@@ -107,21 +106,16 @@ class LatticeTensors:
         }
 
 
-def frame_top_k(config: DrafterConfig, width: int) -> int:
-    """Labels of a frame: ``width``, but with a transition at most as many as it may move."""
-    return width if config.transition == "none" else min(width, config.num_candidates)
-
-
 def lattice_tensors(
     head: ParallelDrafter, hidden: Tensor, anchor_ids: Tensor | None, *, width: int
 ) -> LatticeTensors:
     """hidden [R, T, H], anchor_ids [R] (read by a transition only) -> the head's lattice.
 
     Without anchors, the caller of a head with a transition fills in ``transition_anchor``.
-    width: labels a frame, limited as ``frame_top_k`` does
+    width: labels a frame, limited as ``DrafterConfig.frame_top_k`` does
     """
     labels = head.label_logits(hidden).float()
-    top, label_ids = labels.topk(frame_top_k(head.config, width), dim=-1)
+    top, label_ids = labels.topk(head.config.frame_top_k(width), dim=-1)
     tokens = head.token_ids(label_ids)
     # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
     best = top[..., :1]

@@ -31,7 +31,6 @@ from drafters.base import Drafter, save_tensors
 from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config
 from drafters.config import DrafterConfig, DrafterConfigError
-from drafters.lattice import frame_top_k
 from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
 from export.directories import bundle_directory, draft_record_name
@@ -160,10 +159,8 @@ def check_head(
     if head.num_frames < 2 and (not head.trunk_type.has_mask_token or head.trunk_type.silent_start):
         problem = f"num_frames: expected at least 2, for the anchor and one draft, got {head.num_frames}"
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
-    width = frame_top_k(head, options.top_k)
-    if not 1 <= width <= head.label_count:
-        raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")
-    return head, width
+    options.check_head(head)
+    return head, head.frame_top_k(options.top_k)
 
 
 def check_target(model: Path, *, engine: str, model_types: Sequence[str]) -> Path:

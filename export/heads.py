@@ -17,13 +17,12 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL, STREAMING
-from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.streaming import StreamFrames
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph, StreamHeadGraph, StreamingGraph
-from export.options import FUSED, STREAM_PASSES, VERIFY_PASS, Options
+from export.options import FUSED, Options
 from export.step.build import MAX_TOP_K_ELEMENTS, STEPS, DeviceDrafter
 from export.verify.heads import (
     autoregressive_reference,
@@ -33,10 +32,8 @@ from export.verify.heads import (
 )
 from export.verify.runner import Check
 from export.verify.target_model import DRAFT_SLACK, check_streaming, streaming_reference
-from runtime.core.bundle import MAX_NUM_NODES, DrafterSpec, GraphSpec, ModelSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec
 
-# The largest --beam-width: nodes of a level that one pass may expand.
-MAX_BEAM_WIDTH = 256
 # Draft nodes of the steps that are exported for GPUs by default. Compiling the search of each takes seconds.
 USUAL_STEPS = (4, 16, 64)
 # Least, usual and largest size of an axis.
@@ -92,26 +89,8 @@ def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None 
 
     model: the target model, which a graph with streams has a part of
     """
-    family = options.family_of(drafter.config).name
-    if options.stream_pass not in STREAM_PASSES:
-        raise ExportError(
-            f"--stream-pass: must be one of {', '.join(STREAM_PASSES)}, got {options.stream_pass!r}"
-        )
-    for flag, is_set, is_free, owner in (
-        ("--stream-pass", options.stream_pass != VERIFY_PASS, isinstance(drafter, StreamFrames), "streams"),
-        ("--kept-nodes", options.kept_nodes is not None, family == STREAMING, "streams in the verify pass"),
-    ):
-        if is_set and not is_free:
-            given = f"a {drafter.config.drafter_type} head"
-            if drafter.config.trunk_type.borrows_layers:
-                given = f"a head of streams with --stream-pass {options.stream_pass}"
-            raise ExportError(f"{flag}: is for {owner} only, got {given}")
-    if isinstance(drafter, StreamFrames) and options.head_precision != options.precision:
-        raise ExportError(
-            f"--drafter-precision: streams run through the target model's layers, which have the "
-            f"precision {options.precision}, got {options.head_precision}"
-        )
-    return EXPORTS[family].prepare(drafter, options, model)
+    options.check_head(drafter.config)
+    return EXPORTS[options.family_of(drafter.config).name].prepare(drafter, options, model)
 
 
 def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSpec | None) -> PreparedDrafter:
@@ -135,10 +114,8 @@ def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSp
 
 def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
     assert model is not None
-    config, kept = drafter.config, options.kept_nodes
-    if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
-        raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
-    spec = replace(_parallel_spec(config, options), kept_nodes=kept)
+    config = drafter.config
+    spec = replace(_parallel_spec(config, options), kept_nodes=options.kept_nodes)
     contract = streaming_contract(model, config, spec)
     module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention or FUSED)
 
@@ -150,26 +127,13 @@ def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec
 
 
 def _parallel_spec(config: DrafterConfig, options: Options) -> DrafterSpec:
-    width = frame_top_k(config, options.top_k)
-    if not 1 <= width <= config.label_count:
-        raise ExportError(f"--top-k: must be between 1 and {config.label_count} for this head, got {width}")
-    return replace(_spec(config, options), top_k=width)
+    return replace(_spec(config, options), top_k=config.frame_top_k(options.top_k))
 
 
 def _prepare_autoregressive(
     drafter: AutoregressiveDrafter, options: Options, model: ModelSpec | None
 ) -> PreparedDrafter:
     config = drafter.config
-    for flag, width, most in (
-        ("--top-k", options.top_k, config.label_count),
-        ("--beam-width", options.beam_width, MAX_BEAM_WIDTH),
-    ):
-        if not 1 <= width <= most:
-            raise ExportError(f"{flag}: must be between 1 and {most} for this head, got {width}")
-    if not 0 <= options.min_level_probability < 1:
-        raise ExportError(
-            f"--min-level-probability: must be at least 0 and below 1, got {options.min_level_probability}"
-        )
     spec = replace(
         _spec(config, options),
         beam_width=options.beam_width,

@@ -4,14 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.config import DrafterConfig
-from drafters.head_types import HEAD_FAMILIES, STREAMING, HeadFamily
+from drafters.head_types import AUTOREGRESSIVE, HEAD_FAMILIES, STREAMING, HeadFamily
+from export.errors import ExportError
 from export.quantisation.precision import BLOCK_SIZES
+from runtime.core.bundle import MAX_NUM_NODES
 
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
 # levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
 DEFAULT_BEAM_WIDTH = 4
 DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
+MAX_BEAM_WIDTH = 256
 
 # Forms of attention in a graph.
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
@@ -105,6 +108,41 @@ class Options:
         """The family of a head once it is exported, which depends on the pass in which streams run."""
         in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
         return HEAD_FAMILIES[STREAMING if in_verify_pass else config.family]
+
+    def check_head(self, config: DrafterConfig) -> None:
+        """Raises ExportError for options that do not fit a head."""
+        has_streams, family = config.trunk_type.borrows_layers, self.family_of(config).name
+        if self.stream_pass not in STREAM_PASSES:
+            raise ExportError(
+                f"--stream-pass: must be one of {', '.join(STREAM_PASSES)}, got {self.stream_pass!r}"
+            )
+        for flag, is_set, is_free, owner in (
+            ("--stream-pass", self.stream_pass != VERIFY_PASS, has_streams, "streams"),
+            ("--kept-nodes", self.kept_nodes is not None, family == STREAMING, "streams in the verify pass"),
+        ):
+            if is_set and not is_free:
+                given = f"a {config.drafter_type} head"
+                if has_streams:
+                    given = f"a head of streams with --stream-pass {self.stream_pass}"
+                raise ExportError(f"{flag}: is for {owner} only, got {given}")
+        if has_streams and self.head_precision != self.precision:
+            raise ExportError(
+                f"--drafter-precision: streams run through the target model's layers, which have the "
+                f"precision {self.precision}, got {self.head_precision}"
+            )
+        top_k = self.top_k if family == AUTOREGRESSIVE else config.frame_top_k(self.top_k)
+        widths = [("--top-k", top_k, config.label_count)]
+        if family == AUTOREGRESSIVE:
+            widths.append(("--beam-width", self.beam_width, MAX_BEAM_WIDTH))
+        for flag, width, most in widths:
+            if not 1 <= width <= most:
+                raise ExportError(f"{flag}: must be between 1 and {most} for this head, got {width}")
+        if self.kept_nodes is not None and not 1 <= self.kept_nodes <= MAX_NUM_NODES:
+            raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {self.kept_nodes}")
+        if family == AUTOREGRESSIVE and not 0 <= self.min_level_probability < 1:
+            raise ExportError(
+                f"--min-level-probability: must be at least 0 and below 1, got {self.min_level_probability}"
+            )
 
 
 def flag_of(name: str) -> str:

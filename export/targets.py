@@ -191,6 +191,8 @@ def check_head_options(options: Options, drafter_dir: Path | None) -> None:
         if name in OF_LEVELS and head.family != AUTOREGRESSIVE:
             kinds = " and ".join(n for n, kind in HEAD_TYPES.items() if kind.family == AUTOREGRESSIVE)
             raise ExportError(f"{flag_of(name)}: is for {kinds} heads, got a {head.drafter_type} head")
+    if head is not None:
+        options.check_head(head)
 
 
 def resolve(name: str, options: Options) -> Target:

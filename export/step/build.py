@@ -15,7 +15,6 @@ from torch import nn
 
 from drafters.config import DrafterConfig
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
-from drafters.lattice import frame_top_k
 from export.background import BackgroundProcess
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
 from export.graphs.layers import scattered
@@ -108,7 +107,7 @@ def _lattice_searches(spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, .
 
 def _lattice_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
     """Prefixes of a frame."""
-    return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
+    return kept_prefixes(num_nodes) * (config.frame_top_k(options.top_k) + 1)
 
 
 def _level_searches(spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]) -> Iterator[StepGraph]:

@@ -12,7 +12,6 @@ import torch
 
 from drafters.base import Drafter
 from drafters.build import load_drafter
-from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from export.errors import ExportError
 from export.graphs.contracts import parallel_contract
@@ -72,7 +71,7 @@ def test_the_graph_is_the_module(
     spec, contract = manifest.drafter, manifest.graphs["drafter"]
     assert spec is not None
     assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
-    width = frame_top_k(head.config, Options.top_k)
+    width = head.config.frame_top_k(Options.top_k)
     assert (spec.merges_repeats, spec.top_k) == (head.config.merges_repeats, width)
     assert set(manifest.validation["drafter"]) == {"prefill", "step", "equal_argmax"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)

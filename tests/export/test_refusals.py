@@ -1,6 +1,7 @@
 """What the exporter refuses, and what it says."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from export.build_engines import main
 from export.errors import ExportError
 from export.options import Options
 from export.source import load_source, save_tokenizer
-from export.targets import resolve, with_head_precision
+from export.targets import check_head_options, resolve, with_head_precision
 from tests.stream_heads import load_model, make_stream_head
 
 
@@ -377,6 +378,31 @@ def test_an_option_that_the_head_does_not_read(
     arguments = ["--model", str(tiny_model_dir), "--out", str(tmp_path / "out")]
     assert main([*arguments, *flags.replace("HEAD", str(tiny_drafter_dir)).split()]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"build_engines: {message}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(top_k=0), "--top-k: must be between 1 and 258 for this head, got 0"),
+        (Options(kept_nodes=4), "--kept-nodes: is for streams in the verify pass only, got a ctc head"),
+        (Options(stream_pass="own"), "--stream-pass: is for streams only, got a ctc head"),
+    ],
+)
+def test_what_does_not_fit_a_head_is_known_before_any_weights(
+    tiny_drafter_dir: Path, tmp_path: Path, options: Options, message: str
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    shutil.copy(tiny_drafter_dir / "config.json", head)
+    with pytest.raises(ExportError, match=f"^{re.escape(message)}$"):
+        check_head_options(options, head)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
+def test_auto_does_not_choose_gpus(precision: str) -> None:
+    with pytest.raises(ExportError, match=r"^--target: must be one of tensorrt-rtx with --gpu, .* got auto"):
+        resolve("auto", Options(precision))
+    assert resolve("auto", Options(precision, gpus=("sm89",))).name == "tensorrt-rtx"
 
 
 def test_target_and_precision() -> None:
