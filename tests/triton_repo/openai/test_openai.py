@@ -255,7 +255,8 @@ def test_other_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=NAME, input="x")
     with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
-        client.completions.create(prompt=" ", **GREEDY)
+        client.completions.create(prompt="", **GREEDY)
+    assert client.completions.create(prompt=" ", **GREEDY).usage.prompt_tokens == 1
     with pytest.raises(openai.BadRequestError, match="prompt: token ids must be below 258, got 9999"):
         client.completions.create(prompt=[9999], **GREEDY)
     with pytest.raises(openai.APIStatusError) as caught:
